@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -21,7 +21,6 @@ from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.loop.warm_up import warm_up
 from yardstick_llm.engine.models.config import ModelConfig, load_config
 from yardstick_llm.engine.models.decoder import Decoder
-from yardstick_llm.engine.models.encoder import Encoder, Model
 from yardstick_llm.engine.models.encoder_config import EncoderConfig, is_encoder, load_encoder_config
 from yardstick_llm.engine.models.files import ModelError, is_gguf
 from yardstick_llm.engine.models.formats.published import method_of
@@ -47,21 +46,11 @@ from yardstick_llm.engine.models.lora.slots import WHOLE, DeviceSlots, Layout
 from yardstick_llm.engine.models.source import ADAPTER_FILES, locate, located, split_revision
 from yardstick_llm.engine.models.vision.tower import VisionDecoder
 from yardstick_llm.engine.requests.images import EmbeddingCache
-from yardstick_llm.engine.runner.attention.base import MOST_SLOTS, AttentionBackend, FixedBranches, KVCache
-from yardstick_llm.engine.runner.attention.flashinfer import FixedFlashInfer, FlashInferAttention, fixed_bytes
+from yardstick_llm.engine.runner.attention.base import FixedBranches, KVCache
 from yardstick_llm.engine.runner.attention.select import make_attention, problem_of
-from yardstick_llm.engine.runner.attention.triton import FixedTritonAttention
-from yardstick_llm.engine.runner.attention.whole import FixedWholeAttention, WholeAttention
+from yardstick_llm.engine.runner.capturing import captured, make_graphs
 from yardstick_llm.engine.runner.distributed.shard import LeadingDecoder
-from yardstick_llm.engine.runner.graphs import (
-    BUCKETS,
-    GRAPH_BYTES,
-    LARGE_BUCKETS,
-    Compilations,
-    CudaCapture,
-    FixedAttention,
-    StepGraphs,
-)
+from yardstick_llm.engine.runner.graphs import Compilations, CudaCapture
 from yardstick_llm.engine.runner.images import StepImages
 from yardstick_llm.engine.runner.lenvm.draws import LenVMRunner
 from yardstick_llm.engine.runner.lenvm.graphs import COUNTED_PARTS, PARTS, PassGraphs
@@ -75,7 +64,6 @@ from yardstick_llm.engine.runner.machine import (
     dtype_of,
     set_threads,
     slot_bytes,
-    step_bytes,
     step_threads,
     warn_of_slow_dtype,
 )
@@ -88,7 +76,6 @@ from yardstick_llm.engine.structured.checker import Vocabulary, VocabularyError,
 from yardstick_llm.kernels.quantize import FP8
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 CPU_BATCHED_PATCHES, GPU_BATCHED_PATCHES = 4096, 16_384
@@ -237,7 +224,7 @@ def build_loop(settings: EngineSettings) -> Loop:
     if settings.kv_dtype != "auto":
         check_kv_dtype(device, dtype)
     if is_whole:
-        return build_whole_loop(settings, model, device, dtype, make_graphs)
+        return build_whole_loop(settings, model, device, dtype)
     shared = settings.tensor_parallel > 1
     keeps = keeps_codes(directory, settings, dtype, device)
     form = layers_format(settings, device, dtype, keeps_codes=keeps)
@@ -341,12 +328,12 @@ def assemble(
     tokens = settings.max_batched_tokens or (GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS)
     processes = settings.local_processes * settings.machine_engines
     slots = settings.max_total_tokens or default_slots(decoders, kept, processes, tokens)
-    attention = make_attention(decoder, slots, settings.attention, settings.kv_dtype)
+    attention = backend = make_attention(decoder, slots, settings.attention, settings.kv_dtype)
     running = settings.max_running_requests or default_running_requests(decoders, slots, tokens)
     budget = Budget(tokens, running, settings.reserved_share, settings.max_loras_device if memory is not None else 0)
     description = attention.description
     if isinstance(decoder, LeadingDecoder):
-        attention = decoder.lead(attention)
+        attention = decoder.lead(backend, 0 if settings.cuda_graphs == "off" else tokens)
     vision = assemble_vision(decoders, settings, slots)
     overlap = on_gpu if settings.overlap is None else settings.overlap
     rows = GPU_DRAFT_ROWS if on_gpu else CPU_DRAFT_ROWS
@@ -358,7 +345,7 @@ def assemble(
         passes = make_pass_graphs(paired.model, own.kv, settings.cuda_graphs, budget)
         ends, calibration = config.eos_token_ids, paired.calibration
         lenvm = LenVMRunner(paired.model, own, paired.gamma, ends, passes, vision.steps, calibration, compact=compact)
-    graphs = make_graphs(decoder, attention, settings.cuda_graphs, budget, memory)
+    graphs = make_graphs(decoder, backend, settings.cuda_graphs, tokens, None if memory is None else memory.captured)
     step_adapters = None if memory is None else StepAdapters(decoder, memory.slots, memory.rows)
     spelled = spellings_of(vocabulary), None if paired is None else paired.unit_tokens
     runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters, vision.steps, threads, *spelled)
@@ -416,108 +403,9 @@ def _compiles(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def make_graphs(
-    decoder: Model, attention: AttentionBackend | WholeAttention, wanted: str, budget: Budget, adapters: AdapterMemory | None = None
-) -> list[StepGraphs]:
-    """Capture small steps if this is ``wanted`` (one of :data:`~engine.settings.CUDA_GRAPHS`) and possible, and large ones where
-    the memory that is left allows it.
-
-    Raises :class:`ModelError` if ``wanted`` is "on" and steps cannot be captured.
-    """
-    small = _captured("CUDA graphs", decoder, wanted, lambda: _capture(decoder, attention, budget, adapters))
-    if small is None:
-        return []
-    sizes = [size for size in LARGE_BUCKETS if size <= budget.max_batched_tokens]
-    if not sizes:
-        return [small]
-    weight, needed = decoder.embed.weight, large_graph_bytes(decoder, attention, sizes, adapted=adapters is not None)
-    free = torch.cuda.mem_get_info(weight.device)[0] if weight.is_cuda else needed
-    if free < needed:
-        logger.warning("CUDA graphs of large steps: off, they need %d MiB, and %d are free", needed >> 20, free >> 20)
-        return [small]
-    large = _captured("CUDA graphs of large steps", decoder, wanted, lambda: _capture_large(decoder, attention, sizes, adapters))
-    return [small] if large is None else [small, large]
-
-
-def large_graph_bytes(decoder: Model, attention: AttentionBackend | WholeAttention, sizes: Sequence[int], *, adapted: bool) -> int:
-    """Bytes of the device that graphs of ``sizes`` tokens take: of the graphs themselves, of the largest step's tensors in their
-    pool and in the run before the capture, of their inputs, and of attention's tables and outputs."""
-    weight, most, layouts = decoder.embed.weight, sizes[-1], 1
-    if isinstance(attention, FlashInferAttention):
-        layouts, fixed = FixedFlashInfer.layouts, fixed_bytes(attention, most)
-    else:  # each graph has an output of its own
-        width = decoder.config.num_heads * decoder.config.head_dim * weight.dtype.itemsize
-        fixed = (1 + adapted) * sum(sizes) * width + 8 * MOST_SLOTS
-    inputs = most * (2 * torch.int64.itemsize + weight.shape[1] * weight.dtype.itemsize)
-    return layouts * (1 + adapted) * len(sizes) * GRAPH_BYTES + 2 * step_bytes(decoder, most) + inputs + fixed
-
-
 def make_pass_graphs(model: LenVM, kv: KVCache, wanted: str, budget: Budget) -> PassGraphs | None:
-    """Capture the length model's passes over candidates; see :func:`make_graphs`."""
-    return _captured("CUDA graphs of the length model", model.decoder, wanted, lambda: _capture_passes(model, kv, budget))
-
-
-def _captured(what: str, decoder: Model, wanted: str, capture: Callable[[], T]) -> T | None:
-    if wanted == "off":
-        return None
-    problem = _graphs_problem(decoder)
-    if problem is None:
-        try:
-            return capture()
-        except Exception as error:  # an error of CUDA or of Triton's compiler; the engine works without graphs
-            problem = f"capturing them failed: {str(error).partition(chr(10))[0].rstrip('.') or type(error).__name__}"
-            logger.warning("%s: off, %s", what, problem, exc_info=wanted == "auto")
-    elif decoder.embed.weight.is_cuda:
-        logger.info("%s: off, %s", what, problem)
-    if wanted == "on":
-        raise ModelError(f"{what} cannot be used here: {problem}. Start without --cuda-graphs on.")
-    return None
-
-
-def _graphs_problem(decoder: Model) -> str | None:
-    """Return the reason why steps cannot be captured, as a clause; None if they can."""
-    weight = decoder.embed.weight
-    if not weight.is_cuda:
-        return "they need an NVIDIA GPU"
-    if isinstance(decoder, LeadingDecoder):
-        return "a model shared by several processes is launched by each of them"
-    if isinstance(decoder, Encoder):
-        if not decoder.layers:
-            return "the model is a table"
-        if decoder.config.tasks is not None:
-            return "the tasks of its texts are found in each step"
-        biased = decoder.is_biased or decoder.slopes is not None
-        return "plain PyTorch computes the model's biases of attention" if biased else None
-    return None if decoder.config.bidirectional else problem_of("triton", weight.device, decoder.config, weight.dtype)
-
-
-def _capture(
-    decoder: Model, attention: AttentionBackend | WholeAttention, budget: Budget, adapters: AdapterMemory | None
-) -> StepGraphs:
-    """Capture steps of up to ``max_batched_tokens``."""
-    buckets = [size for size in BUCKETS if size <= max(budget.max_batched_tokens, BUCKETS[0])]
-    fixed = _fixed_triton(decoder, attention, max(buckets))
-    rows = None if adapters is None else adapters.captured(buckets)
-    return StepGraphs(decoder, fixed, CudaCapture(decoder.embed.weight.device), buckets, rows)
-
-
-def _capture_large(
-    decoder: Model, attention: AttentionBackend | WholeAttention, sizes: Sequence[int], adapters: AdapterMemory | None
-) -> StepGraphs:
-    """Capture steps of ``sizes`` with the engine's attention, up to that of the last layer."""
-    fixed: FixedAttention
-    if isinstance(attention, FlashInferAttention):
-        fixed = FixedFlashInfer(attention, max(sizes))
-    else:
-        fixed = _fixed_triton(decoder, attention, max(sizes))
-    rows = None if adapters is None else adapters.captured(sizes)
-    return StepGraphs(decoder, fixed, CudaCapture(decoder.embed.weight.device), sizes, rows, above=BUCKETS[-1], whole=False)
-
-
-def _fixed_triton(decoder: Model, attention: AttentionBackend | WholeAttention, most_tokens: int) -> FixedAttention:
-    if isinstance(attention, WholeAttention):
-        return FixedWholeAttention(attention, most_tokens)
-    return FixedTritonAttention(attention.kv, decoder.config.num_heads, most_tokens, decoder.config.attention_specs)
+    """Capture the length model's passes over candidates; see :func:`~engine.runner.capturing.make_graphs`."""
+    return captured("CUDA graphs of the length model", model.decoder, wanted, lambda: _capture_passes(model, kv, budget))
 
 
 def _counted_parts(budget: Budget, most: int) -> list[int]:

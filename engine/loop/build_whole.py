@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,7 +19,8 @@ from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats.quantization import arithmetic_of, format_of
 from yardstick_llm.engine.models.loader import fingerprint, load_encoder, load_model
 from yardstick_llm.engine.runner.attention.whole import WholeAttention
-from yardstick_llm.engine.runner.graphs import Compilations, StepGraphs
+from yardstick_llm.engine.runner.capturing import make_graphs
+from yardstick_llm.engine.runner.graphs import Compilations
 from yardstick_llm.engine.runner.machine import StepThreads, step_threads, usable_cores
 from yardstick_llm.engine.runner.runner import Runner
 from yardstick_llm.engine.scheduling.scheduler import Budget
@@ -51,18 +51,10 @@ def check_whole_settings(settings: EngineSettings, config: ModelConfig | Encoder
         )
 
 
-MakeGraphs = Callable[[Model, WholeAttention, str, Budget], Sequence[StepGraphs]]
-
-
 def build_whole_loop(
-    settings: EngineSettings,
-    config: ModelConfig | EncoderConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    make_graphs: MakeGraphs,
+    settings: EngineSettings, config: ModelConfig | EncoderConfig, device: torch.device, dtype: torch.dtype
 ) -> Loop:
-    """Load the model and build the loop around it. Raises :class:`ModelError`. ``settings``: checked, with a directory.
-    ``make_graphs``: :func:`engine.loop.build.make_graphs`."""
+    """Load the model and build the loop around it. Raises :class:`ModelError`. ``settings``: checked, with a directory."""
     directory = Path(settings.model)
     load = load_encoder if isinstance(config, EncoderConfig) else load_model
     model: Model = load(directory, dtype, format_of(settings.quantize, device, dtype), settings.max_context).to(device)
@@ -71,15 +63,14 @@ def build_whole_loop(
         of_layers = min(torch.get_num_threads(), usable_cores())  # they wait for each other without sleeping
         if model.masked_head is None:
             torch.set_num_threads(1)  # what is beside the layers is small
-        return assemble_whole(model, settings, digest, make_graphs, of_layers=of_layers)
-    return assemble_whole(model, settings, digest, make_graphs, step_threads(model.config, device, quantize=settings.quantize))
+        return assemble_whole(model, settings, digest, of_layers=of_layers)
+    return assemble_whole(model, settings, digest, step_threads(model.config, device, quantize=settings.quantize))
 
 
 def assemble_whole(
     model: Model,
     settings: EngineSettings,
     digest: str,
-    make_graphs: MakeGraphs,
     threads: StepThreads | None = None,
     of_layers: int | None = None,
 ) -> Loop:
@@ -108,7 +99,7 @@ def assemble_whole(
         narrow=narrow,
         threads=of_layers,
     )
-    runner = Runner(model, attention, (), make_graphs(model, attention, settings.cuda_graphs, budget), threads=threads)
+    runner = Runner(model, attention, (), make_graphs(model, attention, settings.cuda_graphs, tokens), threads=threads)
     info = describe(config, settings, config.max_context, digest)
     arithmetic = arithmetic_of(weight.dtype, settings.quantize)
     info = msgspec.structs.replace(info, encoder=True, arithmetic=arithmetic, attention=attention.description)

@@ -9,6 +9,9 @@ layer's attention, with the attention of the engine's backend; the rest of the l
 which are few. Launching a large step takes longer than computing it: 14 to 20 ms of the host for 8,160 tokens of Qwen3-0.6B, which
 an H100 computes in 15 ms.
 
+The processes that share a model each have the graphs of their part, in which the sums over all of them are captured too
+(:mod:`engine.runner.capturing`). Their large steps are captured whole.
+
 An engine with LoRA adapters has two graphs for each bucket, so that steps of the base model alone do no work for adapters.
 """
 
@@ -229,15 +232,18 @@ class StepGraphs:
         *,
         above: int = 0,
         whole: bool = True,
+        plan: Callable[[Sequence[ExtendSegment]], None] | None = None,
     ) -> None:
         """``adapters``: None in an engine without adapters. ``above``: steps of no more tokens are left to others. ``whole``:
-        capture all of the last layer; otherwise launch what follows its attention, for the rows that are read.
+        capture all of the last layer; otherwise launch what follows its attention, for the rows that are read. ``plan``: is given
+        the segments of a step before it is replayed.
         """
         self._model = model
         self._attention = attention
         self._adapters = adapters
         self._sizes = sorted(buckets)
         self._above = above
+        self._plan = plan
         self._graphs: Graphs[Bucket] = Graphs(capture)
         self.replayed = 0
         """Steps so far."""
@@ -271,6 +277,8 @@ class StepGraphs:
         adapted = self._adapters is not None and self._adapters.active
         if self._adapters is not None and adapted:
             self._adapters.fill(size)
+        if self._plan is not None:
+            self._plan(segments)
         self.replayed += 1
         found = self._graphs.replay(Bucket(size, layout, adapted), tokens, positions)[:count]
         if self._residual is None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -64,7 +65,11 @@ class Recorder(TorchDispatchMode):
 
 def again(func: Any, args: Any, named: Any, places: list[Tensor]) -> None:
     """Bring what ``func`` gives now to where it was when it was recorded; views and what is written in place are there already."""
-    leaves = [leaf for leaf in tree_leaves(func(*args, **named)) if isinstance(leaf, Tensor)]
+    found = tree_leaves(func(*args, **named))
+    for leaf in found:
+        if isinstance(leaf, torch.ScriptObject):
+            leaf.wait()  # a collective
+    leaves = [leaf for leaf in found if isinstance(leaf, Tensor)]
     for place, leaf in zip(places, leaves, strict=True):
         if leaf.data_ptr() != place.data_ptr():
             place.copy_(leaf)

@@ -28,8 +28,7 @@ from tests.engine.recording import Recorder
 from tests.engine.test_loop import run
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.ints import EMPTY, Ints, as_ints
-from yardstick_llm.engine.loop import build
-from yardstick_llm.engine.loop.build import build_loop, large_graph_bytes, make_graphs
+from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.decoder import Decoder, FusedAttend
@@ -39,6 +38,7 @@ from yardstick_llm.engine.models.loader import load_encoder, load_model
 from yardstick_llm.engine.models.modules import Experts
 from yardstick_llm.engine.requests.batch import Batch, ExtendSegment
 from yardstick_llm.engine.requests.core import Request, ScoringRequest
+from yardstick_llm.engine.runner import capturing
 from yardstick_llm.engine.runner.attention.base import AttentionBackend, KVCache
 from yardstick_llm.engine.runner.attention.flashinfer import (
     WRAPPER_BYTES,
@@ -50,11 +50,11 @@ from yardstick_llm.engine.runner.attention.reference import ReferenceAttention
 from yardstick_llm.engine.runner.attention.select import make_attention
 from yardstick_llm.engine.runner.attention.triton import FixedTritonAttention, TritonAttention
 from yardstick_llm.engine.runner.attention.whole import FixedWholeAttention, WholeAttention
+from yardstick_llm.engine.runner.capturing import large_graph_bytes, make_graphs
 from yardstick_llm.engine.runner.distributed.shard import part_of
 from yardstick_llm.engine.runner.graphs import GRAPH_BYTES, LARGE_BUCKETS, STREAMS, Captured, CudaCapture, StepGraphs
 from yardstick_llm.engine.runner.machine import step_bytes
 from yardstick_llm.engine.runner.runner import PendingStep, Runner
-from yardstick_llm.engine.scheduling.scheduler import Budget
 from yardstick_llm.engine.server.metrics import render
 from yardstick_llm.engine.settings import EngineSettings
 from yardstick_llm.kernels import attention_layout
@@ -291,10 +291,10 @@ def settings(checkpoint: Path, **changes) -> EngineSettings:
 def captured_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine where steps can be captured, by the stand-in."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(build, "_graphs_problem", lambda decoder: None)
-        monkeypatch.setattr(build, "CudaCapture", lambda device: Recorder(monkeypatch))
-        monkeypatch.setattr(build, "BUCKETS", (1, 4, 16))
-        monkeypatch.setattr(build, "LARGE_BUCKETS", (30,))
+        monkeypatch.setattr(capturing, "_graphs_problem", lambda decoder: None)
+        monkeypatch.setattr(capturing, "CudaCapture", lambda device: Recorder(monkeypatch))
+        monkeypatch.setattr(capturing, "BUCKETS", (1, 4, 16))
+        monkeypatch.setattr(capturing, "LARGE_BUCKETS", (30,))
 
 
 @pytest.mark.slow
@@ -339,27 +339,27 @@ def test_the_whole_engine_embeds_the_same(tmp_path: Path, captured_anywhere, sma
 def test_biases_of_attention_are_not_captured(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_encoder(make_encoder(tmp_path, family, num_hidden_layers=1))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    assert build._graphs_problem(model) == "plain PyTorch computes the model's biases of attention"
+    assert capturing._graphs_problem(model) == "plain PyTorch computes the model's biases of attention"
 
 
 def test_where_graphs_cannot_be(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     decoder = load_model(checkpoint)
-    attention, budget = ReferenceAttention(cache(decoder), decoder.config.num_heads), Budget(48, 4)
-    assert make_graphs(decoder, attention, "auto", budget) == []
-    assert make_graphs(decoder, attention, "off", budget) == []
+    attention = ReferenceAttention(cache(decoder), decoder.config.num_heads)
+    assert make_graphs(decoder, attention, "auto", 48) == []
+    assert make_graphs(decoder, attention, "off", 48) == []
     with pytest.raises(ModelError, match=r"CUDA graphs cannot be used here: they need an NVIDIA GPU\. Start without"):
-        make_graphs(decoder, attention, "on", budget)
+        make_graphs(decoder, attention, "on", 48)
 
     def out_of_memory(device: torch.device) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nMore of it.")
 
-    monkeypatch.setattr(build, "_graphs_problem", lambda decoder: None)
-    monkeypatch.setattr(build, "CudaCapture", out_of_memory)
+    monkeypatch.setattr(capturing, "_graphs_problem", lambda decoder: None)
+    monkeypatch.setattr(capturing, "CudaCapture", out_of_memory)
     with caplog.at_level(logging.WARNING):
-        assert make_graphs(decoder, attention, "auto", budget) == []
+        assert make_graphs(decoder, attention, "auto", 48) == []
     assert caplog.messages == ["CUDA graphs: off, capturing them failed: CUDA out of memory"]
     with pytest.raises(ModelError, match=r"capturing them failed: CUDA out of memory\. "):
-        make_graphs(decoder, attention, "on", budget)
+        make_graphs(decoder, attention, "on", 48)
 
 
 @pytest.mark.parametrize("adapted", [False, True])
@@ -384,14 +384,14 @@ def test_large_steps_are_captured_where_their_memory_is_free(
     graphs = 2 * (1 + adapted) * len(sizes) * GRAPH_BYTES
     assert needed > own + graphs + 2 * step_bytes(decoder, sizes[-1])
 
-    monkeypatch.setattr(build, "_graphs_problem", lambda _: None)
-    monkeypatch.setattr(build, "_capture", lambda *_: "small")
-    monkeypatch.setattr(build, "_capture_large", lambda *_: "large")
+    monkeypatch.setattr(capturing, "_graphs_problem", lambda _: None)
+    monkeypatch.setattr(capturing, "_capture", lambda *_: "small")
+    monkeypatch.setattr(capturing, "_capture_large", lambda *_: "large")
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     memory: Any = object() if adapted else None
     for free, expected in ((needed, ["small", "large"]), (needed - 1, ["small"])):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 1 << 40))
-        assert make_graphs(decoder, attention, "auto", Budget(2048, 4), memory) == expected
+        assert make_graphs(decoder, attention, "auto", 2048, memory) == expected
     assert caplog.messages[-1].startswith("CUDA graphs of large steps: off, they need ")
 
 

@@ -35,6 +35,7 @@ from yardstick_llm.engine.loop.build_whole import assemble_whole
 from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.models.lenvm import load_lenvm
 from yardstick_llm.engine.models.loader import load_encoder, load_model
+from yardstick_llm.engine.runner import capturing
 from yardstick_llm.engine.runner.attention import flashinfer
 from yardstick_llm.engine.runner.lenvm.graphs import Needs
 from yardstick_llm.engine.runner.readouts.scores import LabelReadout
@@ -103,12 +104,13 @@ class Late:
             patch.setattr(module, "PROGRAMS", 8)
         patch.setattr(flashinfer, "problem", lambda *given: None)
         patch.setattr(flashinfer, "origin", lambda *given: "prebuilt")
-        patch.setattr(build, "CudaCapture", lambda device: self.gpu)
+        for module in (build, capturing):
+            patch.setattr(module, "CudaCapture", lambda device: self.gpu)
         patch.setattr(build, "_compiles", lambda device: False)
         patch.setattr(build_whole, "warm_up", lambda *given: None)
         patch.setattr("yardstick_llm.engine.runner.graphs.BUCKETS", (4, 16))
         patch.setattr("yardstick_llm.engine.runner.attention.whole.FEW_BLOCKS", 4)
-        patch.setattr(build, "BUCKETS", (4, 16))
+        patch.setattr(capturing, "BUCKETS", (4, 16))
         patch.setattr(build, "PARTS", (2, 4))
 
     def assemble(self, base: Path, lenvm: Path | None = None, **settings: Any) -> Loop:
@@ -129,7 +131,7 @@ class Late:
         return EngineSettings(model="m", name="m", max_batched_tokens=24, max_wait_seconds=3600, **given)
 
     def assemble_whole(self, encoder: Path, **settings: Any) -> Loop:
-        loop = assemble_whole(self.gpu.move(load_encoder(encoder)), self.settings(**settings), "digest", build.make_graphs)
+        loop = assemble_whole(self.gpu.move(load_encoder(encoder)), self.settings(**settings), "digest")
         assert loop._overlap
         self._watch(loop)
         return loop
@@ -361,7 +363,7 @@ def test_encoders(family: str, tmp_path: Path) -> None:
         return replies
 
     replies = compare(never, f"encoders {family}", use)
-    plain = run(assemble_whole(load_encoder(directory), Late.settings(), "digest", lambda *given: ()), messages)
+    plain = run(assemble_whole(load_encoder(directory), Late.settings(), "digest"), messages)
     assert_equal_rows([reply.rows[0] for reply in replies], [reply.rows[0] for reply in plain], 1e-4)
 
 

@@ -12,7 +12,8 @@ choose its experts, and the sum over the processes adds what the others compute.
 Rank 0 orders the other processes over each one's standard input, in msgpack; those of other nodes through
 :mod:`engine.runner.distributed.group`. A worker starts with an :class:`~engine.runner.distributed.group.Assignment`. It answers
 ``ready``, or one line that says why not, on its standard output when its weights are loaded. Then it gets one :class:`Join`, one
-:class:`Allocate` and a :class:`ComputeStep` for each step. It ends when its input closes.
+:class:`Allocate` and a :class:`ComputeStep` for each step. It ends when its input closes. Whether a step is replayed from a CUDA
+graph follows from its segments, in each process alike.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import os
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import msgspec
 import numpy as np
@@ -45,15 +47,19 @@ from yardstick_llm.engine.runner.attention.base import AttentionBackend
 from yardstick_llm.engine.runner.distributed.group import LENGTH_BYTES, READY, Assignment, Nodes, address_of, end, frame
 from yardstick_llm.engine.settings import EngineSettings
 
+T = TypeVar("T")
+
 
 class Join(msgspec.Struct, tag="join", frozen=True):
     """All have loaded their parts: form the group. Comes once."""
 
 
 class Allocate(msgspec.Struct, tag="allocate", frozen=True):
-    """Make room for keys and values; comes once."""
+    """Make room for keys and values, and capture steps together with all processes; comes once."""
 
     slots: int
+    captured: int
+    """Most tokens of a step; 0 where none are captured."""
 
 
 class ComputeStep(msgspec.Struct, tag="step", frozen=True):
@@ -114,6 +120,16 @@ class ShardedDecoder(Decoder):
         given = torch.stack((tokens, positions))
         dist.broadcast(given, src=0)
         return super().forward(given[0], given[1], attend, rows)
+
+    def compute(self, work: Callable[[], T]) -> T:
+        """Run this process's part of what all do together."""
+        return work()
+
+    def least(self, number: int) -> int:
+        """The least of the numbers that all processes give at the same time. Waits for the device."""
+        given = torch.tensor(number, dtype=torch.int64, device=self.embed.weight.device)
+        dist.all_reduce(given, dist.ReduceOp.MIN)
+        return int(given.item())
 
 
 def part_of(config: ModelConfig, rank: int, size: int, expert_parallel: int = 1) -> ModelConfig:
@@ -211,6 +227,9 @@ def form_group(
     fd = None if listener is None else listener.detach()
     store = dist.TCPStore(LOCAL, port, size, is_master=fd is not None, wait_for_workers=False, master_listen_fd=fd)  # type: ignore[attr-defined]
     if device.type == "cuda":
+        # Otherwise NCCL registers the buffers of captured collectives, for which processes wait for each other in the middle of a
+        # capture (ncclNvlsGraphRegisterBuffer in its src/transport/nvls.cc): for ever, if the capture of one fails.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
     else:
@@ -269,11 +288,11 @@ class Workers:
 
 
 class LeadingDecoder(ShardedDecoder):
-    """Rank 0's part. Its :meth:`forward` makes every process compute the segments for which attention was last planned."""
+    """Rank 0's part. Its :meth:`compute` makes every process compute the segments that were last planned."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, settings: EngineSettings, device: torch.device) -> None:
         super().__init__(load_config(directory, settings.max_context), dtype, 0, settings.tensor_parallel, settings.expert_parallel)
-        self._planned: Sequence[ExtendSegment] = ()
+        self._planned: Sequence[ExtendSegment] | None = None
         settings = msgspec.structs.replace(settings, device=device.type)
         # the workers load their parts while this process loads its own
         self._workers = Workers(settings, group_fingerprint(directory, dtype, settings, self.config))
@@ -281,23 +300,32 @@ class LeadingDecoder(ShardedDecoder):
         self.to(device)
         self._workers.join(device)
 
-    def lead(self, attention: AttentionBackend) -> AttentionBackend:
-        """``attention`` for this process's part; the other processes get room for as many tokens."""
-        self._workers.send(Allocate(attention.kv.slots))
+    def lead(self, attention: AttentionBackend, captured: int) -> AttentionBackend:
+        """``attention`` for this process's part; the other processes get room for as many tokens. ``captured``: see
+        :class:`Allocate`."""
+        self._workers.send(Allocate(attention.kv.slots, captured))
         return LeadingAttention(attention, self)
 
     def plan(self, segments: Sequence[ExtendSegment]) -> None:
-        """Announce that the next :meth:`forward` computes ``segments``."""
+        """Announce that the next :meth:`compute` is a step of ``segments``."""
         self._planned = segments
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """See :meth:`Decoder.forward`. All rows are computed, because the other processes do not know ``rows``. Raises
         :class:`PartLost`.
         """
+        hidden = self.compute(partial(super().forward, tokens, positions, attend))
+        return hidden if rows is None else hidden.index_select(0, rows)
+
+    def compute(self, work: Callable[[], T]) -> T:
+        """Tell the others of the step that is planned, and run ``work``. Without one, as in a capture, the others come to it by
+        themselves. Raises :class:`PartLost`."""
+        planned, self._planned = self._planned, None
+        if planned is None:
+            return work()
         try:
-            self._workers.send(ComputeStep.of(self._planned))
-            hidden = super().forward(tokens, positions, attend)
-            return hidden if rows is None else hidden.index_select(0, rows)
+            self._workers.send(ComputeStep.of(planned))
+            return work()
         except (RuntimeError, MemoryError, OSError) as error:
             raise PartLost("a step failed in one of the processes that share the model") from error
 
@@ -311,8 +339,9 @@ class LeadingAttention(AttentionBackend):
         self._decoder = decoder
 
     def plan(self, segments: Sequence[ExtendSegment]) -> FusedAttend:
+        attend = self._backend.plan(segments)
         self._decoder.plan(segments)
-        return self._backend.plan(segments)
+        return attend
 
     def plan_branches(self, prefixes: Sequence[Ints], branches: Sequence[int], counts: Tensor) -> PlainAttend:
         raise NotImplementedError("length models are not shared by processes")

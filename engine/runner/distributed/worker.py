@@ -23,6 +23,7 @@ from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.source import located
 from yardstick_llm.engine.runner.attention.select import make_attention
+from yardstick_llm.engine.runner.capturing import make_graphs
 from yardstick_llm.engine.runner.distributed.group import READY, Assignment
 from yardstick_llm.engine.runner.distributed.shard import (
     Allocate,
@@ -85,6 +86,8 @@ def _serve(decoder: ShardedDecoder, orders: Orders, settings: EngineSettings) ->
     first = orders.get()
     assert isinstance(first, Allocate)
     attention = make_attention(decoder, first.slots, settings.attention, settings.kv_dtype)
+    wanted = "auto" if first.captured else "off"  # where they must be and cannot, rank 0 says so
+    graphs = make_graphs(decoder, attention, wanted, first.captured)
     gc.collect()
     gc.freeze()
     while isinstance(step := orders.get(), ComputeStep):
@@ -92,7 +95,11 @@ def _serve(decoder: ShardedDecoder, orders: Orders, settings: EngineSettings) ->
         received = torch.empty(
             sum(len(segment.tokens) for segment in segments), dtype=torch.int64, device=decoder.embed.weight.device
         )
-        decoder(received, received, attention.plan(segments))
+        for captured in graphs:
+            if captured.forward(received, received, segments, received[:0]) is not None:
+                break
+        else:
+            decoder(received, received, attention.plan(segments))
 
 
 def _receive(orders: Orders) -> None:

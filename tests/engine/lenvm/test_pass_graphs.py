@@ -28,6 +28,7 @@ from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.models.lenvm import LenVM, load_lenvm
 from yardstick_llm.engine.requests.batch import Batch
+from yardstick_llm.engine.runner import capturing
 from yardstick_llm.engine.runner.attention.base import FixedBranches, KVCache, plan_branches
 from yardstick_llm.engine.runner.graphs import CudaCapture
 from yardstick_llm.engine.runner.lenvm import graphs
@@ -137,7 +138,7 @@ def captured_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "make_graphs", lambda *_: [])
     monkeypatch.setattr(build, "PARTS", (1, 3))
     if not torch.cuda.is_available():
-        monkeypatch.setattr(build, "_graphs_problem", lambda decoder: None)
+        monkeypatch.setattr(capturing, "_graphs_problem", lambda decoder: None)
         monkeypatch.setattr(build, "CudaCapture", lambda device: Recorder(monkeypatch))
 
 

@@ -21,6 +21,7 @@ from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop import build
 from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.runner import capturing
 from yardstick_llm.engine.settings import EngineSettings
 from yardstick_llm.kernels import attention_layout, branch_attention
 
@@ -107,7 +108,7 @@ def test_captured_passes_place_candidates_behind_images(
     monkeypatch.setattr(build, "PARTS", (2,))
     monkeypatch.setattr(attention_layout, "PROGRAMS", 8)  # less padding for the interpreter
     monkeypatch.setattr(branch_attention, "PROGRAMS", 4)
-    monkeypatch.setattr(build, "_graphs_problem", lambda decoder: None)
+    monkeypatch.setattr(capturing, "_graphs_problem", lambda decoder: None)
     monkeypatch.setattr(build, "CudaCapture", lambda device: Recorder(monkeypatch))
     base, length = map(str, pair)
     settings = {"max_total_tokens": 200, "overlap": True, "attention": "triton", "cuda_graphs": "on", "dtype": "float32"}

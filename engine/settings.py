@@ -95,8 +95,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     cuda_graphs: Annotated[str, choices(*CUDA_GRAPHS)] = "auto"
     """Capture steps at the start and replay them, which saves kernel launches: those of up to 1,024 tokens, and larger ones if a GB
     of memory is left. With a length model, the same for its passes over the candidates of up to 256 guided draws; one with more
-    than eight counts as several. ``auto`` captures on a GPU; where a capture fails, the log says why and every step is launched.
-    With ``on`` the engine then does not start. With ``--tensor-parallel``, all processes capture, or none.
+    than eight counts as several. ``auto`` captures on a GPU without ``--tensor-parallel``; where a capture fails, the log says why
+    and every step is launched. With ``on`` the engine then does not start.
     """
     max_total_tokens: Annotated[Count | None, unset("a quarter of free memory, at most 131,072; on a GPU up to four fifths")] = None
     """KV-cache size in tokens, for each model."""

@@ -331,9 +331,11 @@ def assemble(
     attention = backend = make_attention(decoder, slots, settings.attention, settings.kv_dtype)
     running = settings.max_running_requests or default_running_requests(decoders, slots, tokens)
     budget = Budget(tokens, running, settings.reserved_share, settings.max_loras_device if memory is not None else 0)
-    description = attention.description
+    description, wanted = attention.description, settings.cuda_graphs
     if isinstance(decoder, LeadingDecoder):
-        attention = decoder.lead(backend, 0 if settings.cuda_graphs == "off" else tokens)
+        if wanted == "auto":  # captured collectives have not run on GPUs yet
+            wanted = "off"
+        attention = decoder.lead(backend, tokens if wanted == "on" else 0)
     vision = assemble_vision(decoders, settings, slots)
     overlap = on_gpu if settings.overlap is None else settings.overlap
     rows = GPU_DRAFT_ROWS if on_gpu else CPU_DRAFT_ROWS
@@ -345,7 +347,7 @@ def assemble(
         passes = make_pass_graphs(paired.model, own.kv, settings.cuda_graphs, budget)
         ends, calibration = config.eos_token_ids, paired.calibration
         lenvm = LenVMRunner(paired.model, own, paired.gamma, ends, passes, vision.steps, calibration, compact=compact)
-    graphs = make_graphs(decoder, backend, settings.cuda_graphs, tokens, None if memory is None else memory.captured)
+    graphs = make_graphs(decoder, backend, wanted, tokens, None if memory is None else memory.captured)
     step_adapters = None if memory is None else StepAdapters(decoder, memory.slots, memory.rows)
     spelled = spellings_of(vocabulary), None if paired is None else paired.unit_tokens
     runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters, vision.steps, threads, *spelled)

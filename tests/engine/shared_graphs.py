@@ -50,8 +50,6 @@ class Run(msgspec.Struct):
     folder: str
     failing: tuple[int, int] | None = None
     """A rank, and the number of its capture that fails, from 1 up."""
-    short_of_memory: int | None = None
-    """A rank without memory for large graphs."""
 
 
 class Outcome(msgspec.Struct):
@@ -99,8 +97,6 @@ def prepare(run: Run, rank: int) -> pytest.MonkeyPatch:
     patch.setattr(capturing, "CudaCapture", lambda device: FailingRecorder(patch))
     patch.setattr(capturing, "BUCKETS", (4, 16))
     patch.setattr(capturing, "LARGE_BUCKETS", (30,))
-    if rank == run.short_of_memory:
-        patch.setattr(capturing, "_free_bytes", lambda decoder, needed: needed - 1)
     patch.setattr(attention_layout, "PROGRAMS", 8)  # less padding for the interpreter
     file = (Path(run.folder) / str(rank)).open("w", buffering=1)
     file.write(f"{os.getpid()}\n")

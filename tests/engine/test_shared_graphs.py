@@ -23,9 +23,11 @@ from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.runner import capturing
-from yardstick_llm.engine.runner.capturing import SharedCapture, captured
+from yardstick_llm.engine.runner.attention.base import KVCache
+from yardstick_llm.engine.runner.attention.reference import ReferenceAttention
+from yardstick_llm.engine.runner.capturing import SharedCapture, captured, large_graph_bytes, make_graphs
 from yardstick_llm.engine.runner.distributed.shard import PartLost, ShardedDecoder
-from yardstick_llm.engine.runner.graphs import Captured
+from yardstick_llm.engine.runner.graphs import LARGE_BUCKETS, Captured
 from yardstick_llm.engine.settings import EngineSettings
 
 
@@ -130,28 +132,13 @@ def test_both_processes_replay_the_same_steps_and_end_together(alone: list[dict[
 
 
 @pytest.mark.slow
-def test_memory_of_the_process_that_has_the_least_counts(alone: list[dict[str, list[float]]], start) -> None:
-    pair = start("on", short_of_memory=1)
-    check(pair.outcome, alone)
-    assert pair.log.count("CUDA graphs of large steps: off, they need ") == 2
-    assert pair.outcome.replayed > 0
-    assert not any("above 16" in line for line in pair.steps())
-
-
-@pytest.mark.slow
-def test_none_has_graphs_where_one_cannot_capture(alone: list[dict[str, list[float]]], start) -> None:
-    pair = start("auto", failing=(1, 2))
-    check(pair.outcome, alone)
-    assert pair.outcome.replayed == 0
-    assert pair.steps() == []
-    assert "CUDA graphs: off, capturing them failed: CUDA out of memory\n" in pair.log
-    elsewhere = "CUDA graphs: off, capturing them failed: another process of the model cannot capture them, and the log says why\n"
-    assert pair.log.count(elsewhere) == 1
-
-    pair = start("on", failing=(0, 1))
+def test_the_engine_does_not_start_where_one_cannot_capture(start) -> None:
+    pair = start("on", failing=(1, 2))
     assert pair.outcome.problem == (
-        "CUDA graphs cannot be used here: capturing them failed: CUDA out of memory. Start without --cuda-graphs on."
+        "CUDA graphs cannot be used here: capturing them failed: another process of the model cannot capture them, and the log says"
+        " why. Start without --cuda-graphs on."
     )
+    assert "CUDA graphs: off, capturing them failed: CUDA out of memory\n" in pair.log
 
 
 class Once:
@@ -181,6 +168,22 @@ def test_an_error_in_the_run_before_the_capture_ends_the_engine(part: ShardedDec
     assert captured("graphs", part, "on", lambda: capture(lambda: torch.ones(1))) is not None
     with pytest.raises(PartLost):
         captured("graphs", part, "auto", lambda: capture(fails))
+
+
+def test_the_process_with_the_least_memory_decides_about_large_steps(
+    part: ShardedDecoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    attention = ReferenceAttention(KVCache(layers=2, slots=8, kv_heads=2, head_dim=8, dtype=torch.float32), 4)
+    needed = large_graph_bytes(part, attention, [size for size in LARGE_BUCKETS if size <= 2048], adapted=False)
+    monkeypatch.setattr(capturing, "_capture", lambda *_: "small")
+    monkeypatch.setattr(capturing, "_capture_large", lambda *_: "large")
+    monkeypatch.setattr(capturing, "_free_bytes", lambda *_: needed + 1)
+    for least, expected in ((needed, ["small", "large"]), (needed - 1, ["small"])):
+        elsewhere = {needed + 1: least}
+        monkeypatch.setattr(ShardedDecoder, "least", lambda _, number, elsewhere=elsewhere: elsewhere.get(number, number))
+        assert make_graphs(part, attention, "on", 2048) == expected
+    (told,) = caplog.messages
+    assert told.startswith("CUDA graphs of large steps: off, they need ")
 
 
 def test_a_capture_that_fails_elsewhere_is_none(

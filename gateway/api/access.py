@@ -102,7 +102,7 @@ def _for_key(connection: ASGIConnection, error: GatewayError, asked: str | None)
 
 
 def _unknown(asked: str, allowed: list[str]) -> ModelNotFound:
-    message = f"The model {asked!r} does not exist, or this key may not use it; the key is for {_listed(allowed)}."
+    message = f"The model {asked[:200]!r} does not exist, or this key may not use it; the key is for {_listed(allowed)}."
     return ModelNotFound(message, param="model")
 
 

@@ -173,7 +173,7 @@ class Pool:
             return adapter
         if not names or self._starting(real) or self.adapters.may_appear(real):
             raise NotReady("The engine has not started yet; try again soon.", retry_after=1)
-        raise ModelNotFound(f"The model {name!r} does not exist; served here: {_listed(names)}.", param="model")
+        raise ModelNotFound(f"The model {str(name)[:200]!r} does not exist; served here: {_listed(names)}.", param="model")
 
     def versions(self, name: str | None) -> list[ServedModel]:
         """Return the known versions of the model called ``name``."""

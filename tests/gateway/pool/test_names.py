@@ -50,10 +50,12 @@ def test_an_alias_is_another_name_of_a_model(named: httpx.Client) -> None:
     shown = named.get("/v1/models/org/nick").json()
     assert (shown["id"], shown["root"]) == ("org/nick", "one")
     assert complete(named, "other").json()["error"]["code"] == "model_not_found"
+    assert len(complete(named, "long" * 10_000).json()["error"]["message"]) < 400
 
 
 def test_keys_may_use_aliases_of_their_models(start: Start, tmp_path: Path) -> None:
     client = start(FakeEngine("one"), FakeEngine("two", "fake-2"), aliases=ALIASES, api_keys_file=key_file(tmp_path))
+    assert len(complete(client, "long" * 10_000, "one").json()["error"]["message"]) < 400
     assert complete(client, "small", "one").status_code == 200
     assert complete(client, "best", "one").status_code == 404
     assert names(client, "one") == {"one": "one", "small": "one", "org/nick": "one"}

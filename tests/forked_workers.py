@@ -55,7 +55,9 @@ def _collect(config: pytest.Config) -> None:
         os.dup2(silent, place)
     arguments = [*config.invocation_params.args, "-n0", "--collect-only", "-qq", "-o", f"cache_dir={os.devnull}"]
     failed, before = Failed(), set(sys.modules)
-    pytest.main(arguments, [failed])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")  # some modules encode texts, for which tokenizers would start threads
+        pytest.main(arguments, [failed])
     for name in sys.modules.keys() - before:
         if getattr(sys.modules[name], "__file__", None) in failed.files:
             del sys.modules[name]

@@ -44,7 +44,7 @@ ENDLESS = wire.Generate("endless", [5, 6], wire.Sampling(max_tokens=200, ignore_
 
 
 class Run(msgspec.Struct):
-    """What the processes do."""
+    """Settings of both processes, and the capture that fails."""
 
     settings: EngineSettings
     folder: str
@@ -53,10 +53,10 @@ class Run(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct):
-    """What rank 0 found."""
+    """Results of rank 0."""
 
     answers: list[dict[str, list[float]]] = []
-    """Of each round, the second on cached keys and values, as :func:`answers` returns them."""
+    """Of two rounds, as :func:`answers` returns them. The second round reads cached keys and values."""
     steps: int = 0
     replayed: int = 0
     problem: str = ""

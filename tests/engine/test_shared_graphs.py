@@ -78,7 +78,7 @@ class Pair:
         return int(self.lines(1)[0])
 
     def steps(self) -> list[str]:
-        """What the graphs of each process were asked for so far: the same of both."""
+        """Steps so far, from the file of each process. Fails where these differ."""
         first, second = (self.lines(rank)[1:] for rank in (0, 1))
         both = min(len(first), len(second))  # one may be a step ahead
         assert first[:both] == second[:both]
@@ -159,7 +159,7 @@ def part(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> ShardedDecoder:
 
 
 def test_an_error_in_the_run_before_the_capture_ends_the_engine(part: ShardedDecoder) -> None:
-    """Another process may wait in the middle of it."""
+    """Another process may be waiting in that run."""
 
     def fails() -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory.")

@@ -86,8 +86,8 @@ def test_chosen_tiles_on_a_gpu(rows: int, coded: bool, device: torch.device) -> 
     raw = given[0].view(torch.uint8)  # CUDA flips no codes
     raw.copy_(raw.flip(0))
     graph.replay()
-    wide = given if coded else tuple(each.float() for each in given)
-    torch.testing.assert_close(found.float(), linear_silu_mul_reference(*wide).float(), atol=3e-2, rtol=3e-2)
+    wide, most = (given, 3e-2) if coded else (tuple(each.float() for each in given), 1.6e-2)
+    torch.testing.assert_close(found.float(), linear_silu_mul_reference(*wide).float(), atol=most, rtol=most)
 
 
 def test_what_fits(device: torch.device) -> None:

@@ -227,8 +227,8 @@ def form_group(
     fd = None if listener is None else listener.detach()
     store = dist.TCPStore(LOCAL, port, size, is_master=fd is not None, wait_for_workers=False, master_listen_fd=fd)  # type: ignore[attr-defined]
     if device.type == "cuda":
-        # Otherwise NCCL registers the buffers of captured collectives, for which processes wait for each other in the middle of a
-        # capture (ncclNvlsGraphRegisterBuffer in its src/transport/nvls.cc): for ever, if the capture of one fails.
+        # Otherwise NCCL registers the buffers of captured collectives, and processes wait for each other in the middle of a capture
+        # (ncclNvlsGraphRegisterBuffer in its src/transport/nvls.cc). If the capture of one fails, the others wait forever.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)

@@ -41,7 +41,7 @@ def api() -> client.ApiClient:
 
 
 @cache
-def kinds_of_cluster() -> DynamicClient:
+def dynamic_client() -> DynamicClient:
     """A client of any kind of object, which asks once for all kinds that there are."""
     return DynamicClient(api())
 
@@ -138,7 +138,7 @@ class Release:
 
     def objects(self, *kinds: tuple[str, str]) -> set[str]:
         """Names, as KIND/NAME, of the objects of these API versions and kinds. A kind that the cluster lacks has none."""
-        dynamic, found = kinds_of_cluster(), set()
+        dynamic, found = dynamic_client(), set()
         for version, kind in kinds:
             try:
                 resource = dynamic.resources.get(api_version=version, kind=kind)

@@ -17,7 +17,6 @@ from litestar.types import HTTPScope
 
 from yardstick_llm.gateway.api.access import Quotas
 from yardstick_llm.gateway.api.adapters import adapter_routes
-from yardstick_llm.gateway.api.answers import Streams
 from yardstick_llm.gateway.api.catalogue_scores import Scanner
 from yardstick_llm.gateway.api.catalogues import Catalogues, catalogue_routes, catalogue_space
 from yardstick_llm.gateway.api.chat import chat_route
@@ -258,9 +257,8 @@ def _v1(
         quotas=quotas,
         formats=settings.chosen_formats,
     )
-    streams = Streams(KEEPALIVE_SECONDS)
-    scoring = Scoring(Scorer(stores.store, fleet.fan_out, telemetry), quotas, telemetry, streams)
-    generator = Generator(fleet.dispatcher, quotas, telemetry, streams)
+    scoring = Scoring(Scorer(stores.store, fleet.fan_out, telemetry), quotas, telemetry, KEEPALIVE_SECONDS)
+    generator = Generator(fleet.dispatcher, quotas, telemetry, KEEPALIVE_SECONDS)
     scanner = Scanner(stores.catalogues, pool, reader.bounds, scoring)
     return [
         score_route(pool, reader, scoring, scanner),

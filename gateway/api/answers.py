@@ -12,13 +12,11 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
 from litestar import Request, Response
-from litestar.response.base import ASGIResponse
 from litestar.types import Receive, Scope, Send
 
 from yardstick_llm.gateway.errors import ClientGone, GatewayError, InternalError
@@ -27,6 +25,9 @@ from yardstick_llm.gateway.http.context import RequestContext
 from yardstick_llm.gateway.process.event_loop import TimeSlice
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=msgspec.Struct)
+C = TypeVar("C")
 
 _encoder = msgspec.json.Encoder()
 DONE = b"data: [DONE]\n\n"
@@ -79,69 +80,42 @@ class StreamHandle:
     """The response's connection; None before its beginning and after its end."""
 
 
-@dataclass(frozen=True)
-class Streams:
-    """Creates responses of server-sent events."""
+class _SentHere(Response[C]):
+    """A response that is the ASGI application that sends it."""
 
-    keepalive_seconds: float
+    def to_asgi_response(self, *_: Any, **__: Any) -> Any:
+        """Return what the framework calls to send the response."""
+        return self
 
-    def response(
+
+class EventStream(_SentHere[Any]):
+    """A response of server-sent events."""
+
+    def __init__(
         self,
         events: AsyncGenerator[bytes, None],
         request: Request[Any, Any, Any],
+        keepalive_seconds: float,
         failure: Callable[[GatewayError], bytes] | None = None,
         handle: StreamHandle | None = None,
-    ) -> EventStream:
-        """Return the response. What ``events`` raises before the beginning is raised where the response is sent. ``events`` is
-        closed when the response ends, in every case. ``failure``: returns the last event of a stream that breaks off; None: the
-        error's body. ``handle``: lets events be written past ``events``."""
-        return EventStream(self, request, events, failure or (lambda error: sse(error.body)), handle or StreamHandle())
-
-
-class EventStream(Response[Any]):
-    """A response of events."""
-
-    def __init__(
-        self,
-        streams: Streams,
-        request: Request[Any, Any, Any],
-        events: AsyncGenerator[bytes, None],
-        failure: Callable[[GatewayError], bytes],
-        handle: StreamHandle,
     ) -> None:
+        """What ``events`` raises before the beginning is raised where the response is sent. ``events`` is closed when the response
+        ends, in every case. ``failure``: returns the last event of a stream that breaks off; None: the error's body. ``handle``:
+        lets events be written past ``events``."""
         self.headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-        self._parts = (streams, request, events, failure, handle)
-
-    def to_asgi_response(self, *_: Any, **__: Any) -> ASGIResponse:
-        """Return the ASGI response that the framework sends."""
-        return _ASGIEventStream(*self._parts, headers=self.headers)
-
-
-class _ASGIEventStream(ASGIResponse):
-    def __init__(
-        self,
-        streams: Streams,
-        request: Request[Any, Any, Any],
-        events: AsyncGenerator[bytes, None],
-        failure: Callable[[GatewayError], bytes],
-        handle: StreamHandle,
-        *,
-        headers: dict[str, Any],
-    ) -> None:
-        self._fields = [(name.encode(), value.encode()) for name, value in headers.items()]
-        self._streams = streams
-        self._context = RequestContext.of(request)
-        self._scope = request.scope
         self._events = events
-        self._failure = failure
-        self._handle = handle
+        self._context = RequestContext.of(request)
+        self._keepalive_seconds = keepalive_seconds
+        self._failure = failure or (lambda error: sse(error.body))
+        self._handle = handle or StreamHandle()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
         """Send the head and all events, or those before the client leaves. Raises what happens before the beginning."""
-        writer = _EventWriter(send, self._streams.keepalive_seconds, Incoming.of(self._scope).cycle(), fields=self._fields)
+        fields = [(name.encode(), value.encode()) for name, value in self.headers.items()]
+        writer = _EventWriter(send, self._keepalive_seconds, Incoming.of(scope).cycle(), fields)
         self._handle.writer = writer
         try:
-            async with aclosing(self._events), while_connected(self._scope):
+            async with aclosing(self._events), while_connected(scope):
                 try:
                     await self._send_events(writer)
                 finally:
@@ -188,9 +162,7 @@ class _EventWriter:
     comment is sent. At most one comment waits for the client.
     """
 
-    def __init__(
-        self, send: Send, seconds: float, cycle: Cycle | None = None, *, fields: Sequence[tuple[bytes, bytes]] = ()
-    ) -> None:
+    def __init__(self, send: Send, seconds: float, cycle: Cycle | None, fields: Sequence[tuple[bytes, bytes]]) -> None:
         """``cycle``: the server's side of the response; None: it is not known. ``fields``: the response's headers."""
         self.begun = False
         """Whether the response has begun."""
@@ -245,9 +217,6 @@ class _EventWriter:
         self._sent = self._loop.time()
 
 
-T = TypeVar("T", bound=msgspec.Struct)
-C = TypeVar("C")
-
 LARGE_NUMBERS = 2000
 """Numbers of an answer above which it is built and encoded in slices; these many take about a millisecond. A struct takes as much
 time as four of them."""
@@ -255,47 +224,34 @@ PART_BYTES = 1 << 16
 """Bytes of a large response after which a new part begins; each part is sent separately."""
 
 
-class JsonResponse(Response[C]):
-    """A response with ``content`` as JSON. It takes a fifth of the function calls of the framework's own."""
+class JsonParts(_SentHere[C]):
+    """A response with JSON in parts, which are sent one after another.
 
-    def __init__(self, content: C, headers: Mapping[str, str] | None = None, *, status: int = 200) -> None:
-        self.content = content
+    It takes a fifth of the function calls of the framework's own response. The framework's stream waits for the client to leave
+    while it sends, and then sometimes closes the connection.
+    """
+
+    def __init__(self, parts: Sequence[bytes | memoryview], headers: Mapping[str, str] | None = None, *, status: int = 200) -> None:
         self.headers = dict(headers or {})
-        self._status = status
-
-    def to_asgi_response(self, *_: Any, **__: Any) -> ASGIResponse:
-        """Return the ASGI response that the framework sends."""
-        return _ASGIJson([_encoder.encode(self.content)], self.headers, self._status)
-
-
-class _InParts(JsonResponse[None]):
-    """A response with parts of JSON, which are sent one after another."""
-
-    def __init__(self, parts: Sequence[bytes | memoryview], headers: Mapping[str, str] | None) -> None:
-        super().__init__(None, headers)
-        self._parts = parts
-
-    def to_asgi_response(self, *_: Any, **__: Any) -> ASGIResponse:
-        """Return the ASGI response that the framework sends."""
-        return _ASGIJson(self._parts, self.headers, self._status)
-
-
-class _ASGIJson(ASGIResponse):
-    """The framework's own stream waits for the client to leave while it sends, and then sometimes closes the connection."""
-
-    def __init__(self, parts: Sequence[bytes | memoryview], headers: Mapping[str, str], status: int) -> None:
         self._parts = parts
         self._status = status
-        self._fields = [(b"content-type", b"application/json"), (b"content-length", b"%d" % sum(map(len, parts)))]
-        self._fields += [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
         """Send the response."""
-        await send({"type": "http.response.start", "status": self._status, "headers": self._fields})
+        fields = [(b"content-type", b"application/json"), (b"content-length", b"%d" % sum(map(len, self._parts)))]
+        fields += [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self.headers.items()]
+        await send({"type": "http.response.start", "status": self._status, "headers": fields})
         for part in self._parts[:-1]:
             await send({"type": "http.response.body", "body": bytes(part), "more_body": True})
             await asyncio.sleep(0)  # so that the event loop serves others in between
         await send({"type": "http.response.body", "body": bytes(self._parts[-1]), "more_body": False})
+
+
+class JsonResponse(JsonParts[C]):
+    """A response with ``content`` as JSON."""
+
+    def __init__(self, content: C, headers: Mapping[str, str] | None = None, *, status: int = 200) -> None:
+        super().__init__([_encoder.encode(content)], headers, status=status)
 
 
 async def with_rows(
@@ -305,12 +261,12 @@ async def with_rows(
     :data:`LARGE_NUMBERS`."""
     if numbers <= LARGE_NUMBERS:
         return JsonResponse(msgspec.structs.replace(answer, **{name: list(rows)}), headers)
-    return _InParts(await _filled(answer, {name: rows}), headers)
+    return JsonParts(await _filled(answer, {name: rows}), headers)
 
 
 async def with_lists(answer: msgspec.Struct, lists: Mapping[str, Iterable[object]], *, headers: Mapping[str, str]) -> Response[Any]:
     """Return a response with each of ``lists`` in place of the empty list of that name in ``answer``, encoded in slices."""
-    return _InParts(await _filled(answer, lists), headers)
+    return JsonParts(await _filled(answer, lists), headers)
 
 
 async def event_with_rows(answer: msgspec.Struct, name: str, rows: Iterable[object]) -> bytes:
@@ -330,7 +286,7 @@ async def listed(rows: Iterable[object], *, numbers: int, headers: Mapping[str, 
     """Return a response that is a list of ``rows``; see :func:`with_rows`."""
     if numbers <= LARGE_NUMBERS:
         return JsonResponse(list(rows), headers)
-    return _InParts(await _parts(b"[", rows, b"]"), headers)
+    return JsonParts(await _parts(b"[", rows, b"]"), headers)
 
 
 async def _parts(before: bytes, rows: Iterable[object], after: bytes) -> list[bytes]:
@@ -351,4 +307,4 @@ async def _parts(before: bytes, rows: Iterable[object], after: bytes) -> list[by
 def encoded(body: bytes | memoryview) -> Response[Any]:
     """Return a response with ``body``, which is JSON already. Its parts are views, because copying megabytes takes milliseconds."""
     view = memoryview(body)
-    return _InParts([view[start : start + PART_BYTES] for start in range(0, len(view), PART_BYTES)], None)
+    return JsonParts([view[start : start + PART_BYTES] for start in range(0, len(view), PART_BYTES)])

@@ -21,7 +21,7 @@ from litestar import Request, Response
 
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.api.access import caller_of, priority_of, requested_model
-from yardstick_llm.gateway.api.answers import DONE, event_with_rows, sse, while_connected, with_rows
+from yardstick_llm.gateway.api.answers import DONE, EventStream, event_with_rows, sse, while_connected, with_rows
 from yardstick_llm.gateway.api.catalogues import Catalogues, Spec, State, check_text, owner_of
 from yardstick_llm.gateway.api.reader import INLINE_BYTES, Body, Reading
 from yardstick_llm.gateway.api.scoring import LabelForm, ScoreAnswer, Scoring, check_score, fitted_of, per_event
@@ -415,7 +415,7 @@ async def rerank_catalogue(
 async def _answer(scanner: Scanner, scan: Scan, form: _Form, *, stream: bool, top_n: int) -> Response[Any]:
     """Return the ``top_n`` best items, or with ``stream`` the results as they become known. Raises :class:`GatewayError`."""
     if stream:
-        return scanner.scoring.streams.response(_events(scanner, scan, form, top_n), scan.request)
+        return EventStream(_events(scanner, scan, form, top_n), scan.request, scanner.scoring.keepalive_seconds)
     best = await scanner.best(scan, form.rank, top_n)
     headers = {"x-yardstick-cache": f"{scan.hits}/{scan.items}"}
     return await with_rows(form.closing(best), form.field, map(form.row, best), numbers=4 * len(best), headers=headers)

@@ -13,7 +13,7 @@ import msgspec
 from litestar import Request, Response
 
 from yardstick_llm.gateway.api.access import Quotas
-from yardstick_llm.gateway.api.answers import DONE, JsonResponse, StreamHandle, Streams, sse, while_connected
+from yardstick_llm.gateway.api.answers import DONE, EventStream, JsonResponse, StreamHandle, sse, while_connected
 from yardstick_llm.gateway.generation.generation import DirectWriter, Generation, PromptOutput, check_size, prompt_output, run_all
 from yardstick_llm.gateway.generation.sequence import Piece, Token
 from yardstick_llm.gateway.http.context import RequestContext
@@ -111,7 +111,7 @@ class Generator:
     dispatcher: Dispatcher
     quotas: Quotas
     telemetry: Telemetry
-    streams: Streams
+    keepalive_seconds: float
 
     async def respond(
         self, request: Request[Any, Any, Any], generations: list[Generation], answer: Answer, fields: GenerationRequest
@@ -125,7 +125,7 @@ class Generator:
         if fields.stream:
             handle = StreamHandle()
             events = self._events(request, generations, answer, lease, account, fields, handle)
-            return self.streams.response(events, request, handle=handle)
+            return EventStream(events, request, self.keepalive_seconds, handle=handle)
         async with while_connected(request.scope):
             with self.counted(generations, lease, account):
                 async with aclosing(run_all(generations, self.dispatcher)) as batches:

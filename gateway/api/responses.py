@@ -21,7 +21,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, FromQuery, JSONBody
 
 from yardstick_llm.gateway.api.access import caller_of, priority_of, requested_model
-from yardstick_llm.gateway.api.answers import while_connected
+from yardstick_llm.gateway.api.answers import EventStream, while_connected
 from yardstick_llm.gateway.api.chat import ChatAnswer, with_budget
 from yardstick_llm.gateway.api.generation import Generator, show_forecast, small, system_fingerprint, usage_of
 from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation
@@ -288,7 +288,7 @@ class Responder:
         lease = await self.generator.quotas.charge(request, tokens=generation.expected_tokens)
         events = self._events(request, run, lease)
         if run.streamed:
-            return self.generator.streams.response(events, request, run.failed)
+            return EventStream(events, request, self.generator.keepalive_seconds, run.failed)
         async with while_connected(request.scope), aclosing(events):
             async for _ in events:
                 pass

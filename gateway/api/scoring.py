@@ -15,7 +15,7 @@ from litestar import Request
 
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.api.access import Quotas, caller_of, priority_of
-from yardstick_llm.gateway.api.answers import DONE, EventStream, Streams, sse, while_connected
+from yardstick_llm.gateway.api.answers import DONE, EventStream, sse, while_connected
 from yardstick_llm.gateway.api.reader import Reading
 from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.generation.sequence import LEAST_LOGPROB
@@ -76,7 +76,7 @@ class Scoring:
     scorer: Scorer
     quotas: Quotas
     telemetry: Telemetry
-    streams: Streams
+    keepalive_seconds: float
 
     async def score(self, job: ScoringJob) -> Scores:
         """Return the rows of the job's readout. Raises :class:`GatewayError`."""
@@ -114,7 +114,7 @@ class Scoring:
                 work.cancel()
                 await asyncio.gather(work, return_exceptions=True)
 
-        return self.streams.response(events(), job.request)
+        return EventStream(events(), job.request, self.keepalive_seconds)
 
     async def _score(self, job: ScoringJob, arrived: Arrived | None = None) -> Scores:
         prepared = job.prepared

@@ -36,7 +36,6 @@ from yardstick_llm.gateway.http.context import CachePolicy, RequestContext
 from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.output.parser import Content, Part
 from yardstick_llm.gateway.pool.pool import Pool
-from yardstick_llm.gateway.pool.replica import ServedModel
 from yardstick_llm.gateway.process.event_loop import TimeSlice
 from yardstick_llm.gateway.requests.responses import as_chat, full_name, renamed, tools_of
 from yardstick_llm.gateway.schemas.chat import ChatMessage
@@ -62,66 +61,6 @@ from yardstick_llm.gateway.schemas.responses import (
 from yardstick_llm.gateway.settings import Settings
 from yardstick_llm.gateway.store.base import Full, Missing, Space, Store, Unavailable
 from yardstick_llm.gateway.text.prepared import Items
-
-
-class Draft:
-    """Builds the body from the request, of which it repeats the parameters."""
-
-    def __init__(self, fields: ResponseRequest, model: ServedModel, fingerprint: str, instructions: bytes) -> None:
-        """``instructions``: as JSON."""
-        self.id = f"resp_{new_id()}"
-        text = fields.text or TextConfig()
-        encoded: Any = msgspec.Raw(instructions)
-        self._body = ResponseBody(
-            id=self.id,
-            created_at=int(time.time()),
-            status="in_progress",
-            instructions=encoded,
-            max_output_tokens=fields.max_output_tokens,
-            model=model.name,
-            output=[],
-            parallel_tool_calls=fields.parallel_tool_calls is not False,
-            previous_response_id=fields.previous_response_id,
-            reasoning=fields.reasoning or Reasoning(),
-            store=bool(fields.store),
-            temperature=1.0 if fields.temperature is None else fields.temperature,
-            text=TextConfig(text.format or TextFormat(), text.verbosity or "medium"),
-            tool_choice=fields.tool_choice or "auto",
-            tools=fields.tools or [],
-            top_logprobs=fields.top_logprobs or 0,
-            top_p=1.0 if fields.top_p is None else fields.top_p,
-            truncation=fields.truncation or "disabled",
-            user=fields.user,
-            metadata=fields.metadata or {},
-            system_fingerprint=fingerprint,
-        )
-
-    def begun(self) -> ResponseBody:
-        """Return the body without output."""
-        return self._body
-
-    def ended(self, output: list[OutputItem], usage: Usage, *, whole: bool) -> ResponseBody:
-        """Return the body of a response. ``whole``: it ended by itself, and not at a limit."""
-        return msgspec.structs.replace(
-            self._body,
-            status="completed" if whole else "incomplete",
-            completed_at=int(time.time()) if whole else None,
-            incomplete_details=None if whole else IncompleteDetails(),
-            output=output,
-            usage=usage_of_response(usage),
-        )
-
-    def failed(self, error: GatewayError, output: list[OutputItem], usage: Usage) -> ResponseBody:
-        """Return the body of a response that broke off after its stream had begun. It is not stored."""
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        return msgspec.structs.replace(
-            self._body,
-            status="failed",
-            error=ResponseError(code, error.message),
-            output=output,
-            usage=usage_of_response(usage),
-            store=False,
-        )
 
 
 def usage_of_response(usage: Usage) -> ResponseUsage:
@@ -186,10 +125,8 @@ class Kept:
             raise InvalidRequest(
                 "This server stores no responses; send `store` as false, and the whole conversation.", param="store"
             )
-        try:
+        with _errors():
             await self.store.check()
-        except Unavailable:
-            raise _unavailable() from None
 
     def check_size(self, instructions: bytes, earlier: bytes, items: Items) -> None:
         """Raise :class:`InvalidRequest` if a conversation is too long to be stored."""
@@ -201,13 +138,9 @@ class Kept:
     async def find(self, connection: ASGIConnection, id: str, *, param: str | None = None) -> Stored:  # type: ignore[type-arg]
         """Return a response of the client's key. Raises :class:`ResponseNotFound`, :class:`StoreUnavailable`."""
         value = None
-        try:
-            if _ID.fullmatch(id):
+        if _ID.fullmatch(id):
+            with _errors():
                 (value,) = (await self.store.get(self.space, _owner(connection), [id])).values
-        except Missing:
-            pass
-        except Unavailable:
-            raise _unavailable() from None
         if value is None:
             raise _unknown(id, param)
         return _decoder.decode(value)
@@ -215,13 +148,9 @@ class Kept:
     async def remove(self, connection: ASGIConnection, id: str) -> None:  # type: ignore[type-arg]
         """Remove a response of the client's key. Raises as :meth:`find`."""
         removed = 0
-        try:
-            if _ID.fullmatch(id):
+        if _ID.fullmatch(id):
+            with _errors():
                 removed = await self.store.remove(self.space, _owner(connection), [id])
-        except Missing:
-            pass
-        except Unavailable:
-            raise _unavailable() from None
         if not removed:
             raise _unknown(id, None)
 
@@ -266,9 +195,16 @@ def _unknown(id: str, param: str | None) -> ResponseNotFound:
     return ResponseNotFound(message, param=param)
 
 
-def _unavailable() -> StoreUnavailable:
-    message = "Responses cannot be stored or read at present; try again, or send the whole conversation without `store`."
-    return StoreUnavailable(message, retry_after=1)
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Convert errors of the store. An owner without responses is no error. Raises :class:`StoreUnavailable`."""
+    try:
+        yield
+    except Missing:
+        pass
+    except Unavailable:
+        message = "Responses cannot be stored or read at present; try again, or send the whole conversation without `store`."
+        raise StoreUnavailable(message, retry_after=1) from None
 
 
 _encoder = msgspec.json.Encoder()
@@ -292,10 +228,10 @@ class Responder:
         async with while_connected(request.scope), aclosing(events):
             async for _ in events:
                 pass
-        return Response(run.body, media_type="application/json")
+        return Response(run.encoded, media_type="application/json")
 
     async def _events(self, request: Request[Any, Any, Any], run: ResponseRun, lease: Any) -> AsyncGenerator[bytes, None]:
-        """Yield the events, encoded if the response is streamed, and set ``run.body`` before the last one."""
+        """Yield the events, encoded if the response is streamed, and set ``run.encoded`` before the last one."""
         account = RequestContext.of(request).account
         opened = False
         with self.generator.counted([run.generation], lease, account):
@@ -321,46 +257,70 @@ class Responder:
     async def _finished(self, request: Request[Any, Any, Any], run: ResponseRun) -> bytes:
         """Store the response, if that was requested, and return its last event."""
         body = run.ended()
-        run.body = _encoder.encode(body)
+        run.encoded = _encoder.encode(body)
         await asyncio.sleep(0)
-        if body.store and not await self.kept.keep(request, body.id, run.body, run.earlier, run.items, body.output):
+        if body.store and not await self.kept.keep(request, body.id, run.encoded, run.earlier, run.items, body.output):
             body.store = False
-            run.body = _encoder.encode(body)
-        encoded: Any = msgspec.Raw(run.body)
+            run.encoded = _encoder.encode(body)
+        encoded: Any = msgspec.Raw(run.encoded)
         return _event(run.last(body.status, encoded)) if run.streamed else b""
 
 
 class ResponseRun:
-    """One response being made."""
+    """One response being made. Its body repeats the parameters of the request."""
 
     def __init__(
         self,
+        fields: ResponseRequest,
         generation: Generation,
-        draft: Draft,
         answer: ChatAnswer,
         *,
-        streamed: bool,
+        instructions: bytes,
         earlier: bytes,
         items: Items,
     ) -> None:
-        """``answer``: converts log-probabilities. ``earlier``, ``items``: the conversation before, and the request's own items."""
-        self.streamed = streamed
+        """``answer``: converts log-probabilities. ``instructions``: as JSON. ``earlier``: the conversation before. ``items``: the
+        request's own items."""
+        self.streamed = bool(fields.stream)
         self.generation = generation
-        self.draft = draft
         self.earlier = earlier
         self.items = items
-        self.body = b""
+        self.encoded = b""
         """The body as JSON, once the response has ended."""
         self._answer = answer
-        reasoning = draft.begun().reasoning
-        names = {full_name(space, tool.name): (space, tool.name) for _, space, tool in tools_of(draft.begun().tools) if space}
+        text, reasoning = fields.text or TextConfig(), fields.reasoning or Reasoning()
+        encoded: Any = msgspec.Raw(instructions)
+        self._begun = ResponseBody(
+            id=f"resp_{new_id()}",
+            created_at=int(time.time()),
+            status="in_progress",
+            instructions=encoded,
+            max_output_tokens=fields.max_output_tokens,
+            model=generation.model.name,
+            output=[],
+            parallel_tool_calls=fields.parallel_tool_calls is not False,
+            previous_response_id=fields.previous_response_id,
+            reasoning=reasoning,
+            store=bool(fields.store),
+            temperature=1.0 if fields.temperature is None else fields.temperature,
+            text=TextConfig(text.format or TextFormat(), text.verbosity or "medium"),
+            tool_choice=fields.tool_choice or "auto",
+            tools=fields.tools or [],
+            top_logprobs=fields.top_logprobs or 0,
+            top_p=1.0 if fields.top_p is None else fields.top_p,
+            truncation=fields.truncation or "disabled",
+            user=fields.user,
+            metadata=fields.metadata or {},
+            system_fingerprint=system_fingerprint(generation.model),
+        )
+        names = {full_name(space, tool.name): (space, tool.name) for _, space, tool in tools_of(fields.tools) if space}
         self._output = Output(summary=(reasoning.summary or reasoning.generate_summary) is not None, names=names)
         self._finish = ""
 
     def opening(self) -> list[bytes]:
         """Return the events that begin the stream."""
         kinds = ("response.created", "response.in_progress")
-        return self._encoded([self._state(kind, self.draft.begun()) for kind in kinds])
+        return self._encoded([self._state(kind, self._begun) for kind in kinds])
 
     def push(self, piece: Piece) -> list[bytes]:
         """Return the events of one piece."""
@@ -377,17 +337,27 @@ class ResponseRun:
             yield _event(event) if self.streamed else b""
 
     def ended(self) -> ResponseBody:
-        """Return the body."""
-        return self.draft.ended(self._output.items, usage_of([self.generation]), whole=self._finish != "length")
+        """Return the body. A response that did not end by itself, but at a limit, is incomplete."""
+        whole = self._finish != "length"
+        return self._body(
+            status="completed" if whole else "incomplete",
+            completed_at=int(time.time()) if whole else None,
+            incomplete_details=None if whole else IncompleteDetails(),
+        )
 
     def last(self, status: str, body: ResponseBody) -> StateEvent:
         """Return the event that ends the stream."""
         return self._state(f"response.{status}", body)
 
     def failed(self, error: GatewayError) -> bytes:
-        """Return the event that ends a stream that breaks off."""
-        body = self.draft.failed(error, self._output.items, usage_of([self.generation]))
+        """Return the event that ends a stream that breaks off. The response is not stored."""
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        body = self._body(status="failed", error=ResponseError(code, error.message), store=False)
         return _event(self.last(body.status, body))
+
+    def _body(self, **ending: Any) -> ResponseBody:
+        usage = usage_of_response(usage_of([self.generation]))
+        return msgspec.structs.replace(self._begun, output=self._output.items, usage=usage, **ending)
 
     def _state(self, kind: Any, body: ResponseBody) -> StateEvent:
         return StateEvent(type=kind, sequence_number=self._output.number(), response=body)
@@ -456,9 +426,8 @@ def _create_route(pool: Pool, reader: Reader, responder: Responder) -> HTTPRoute
                 priority=priority,
                 caller=caller_of(request, cache_salt=fields.cache_salt),
             )
-        draft = Draft(fields, model, system_fingerprint(model), instructions)
         answer = ChatAnswer(model, chat, None, gamma=gamma_of_values(model, guidance))
-        run = ResponseRun(generation, draft, answer, streamed=bool(fields.stream), earlier=earlier, items=prepared.items)
+        run = ResponseRun(fields, generation, answer, instructions=instructions, earlier=earlier, items=prepared.items)
         response = await responder.respond(request, run)
         if prepared.truncated:
             response.headers["x-yardstick-truncated"] = str(len(prepared.truncated))

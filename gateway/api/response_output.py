@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -130,7 +130,9 @@ class Output:
 class _Open(ABC):
     """The item in progress."""
 
-    prefix = ""
+    prefix: ClassVar[str]
+    delta: ClassVar[type[Any]]
+    """Event of new text."""
 
     def __init__(self, output: Output) -> None:
         self.number = output.number
@@ -156,9 +158,10 @@ class _Open(ABC):
         item = self.item("in_progress")
         yield ItemEvent(type="response.output_item.added", sequence_number=self.number(), output_index=self.index, item=item)
 
-    @abstractmethod
-    def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:
+    def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:  # noqa: ARG002 - of messages only
         """Add text and return its event."""
+        self.texts.append(text)
+        yield self.delta(delta=text, **self.head())
 
     def end(self, status: Status) -> Iterator[Event]:
         """Return the events that complete the item."""
@@ -182,7 +185,7 @@ class _OpenPart(_Open):
 class _Text(_OpenPart):
     """A message."""
 
-    prefix = "msg"
+    prefix, delta = "msg", TextDelta
 
     def __init__(self, output: Output) -> None:
         super().__init__(output)
@@ -217,7 +220,7 @@ class _Text(_OpenPart):
 class _Thinking(_OpenPart):
     """A reasoning item."""
 
-    prefix = "rs"
+    prefix, delta = "rs", ReasoningDelta
 
     def __init__(self, output: Output) -> None:
         super().__init__(output)
@@ -233,10 +236,6 @@ class _Thinking(_OpenPart):
             return OutputReasoning(id=self.id, status=status, content=[])
         summary = [SummaryText(text=self.text)] if self._summary else []
         return OutputReasoning(id=self.id, status=status, summary=summary, content=[self.part])
-
-    def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:  # noqa: ARG002 - of texts only
-        self.texts.append(text)
-        yield ReasoningDelta(**self.head(), delta=text)
 
     def end(self, status: Status) -> Iterator[Event]:
         part = self.part
@@ -255,7 +254,7 @@ class _Thinking(_OpenPart):
 class _Call(_Open):
     """A function call."""
 
-    prefix = "fc"
+    prefix, delta = "fc", ArgumentsDelta
 
     def __init__(self, output: Output, call_id: str, name: str) -> None:
         super().__init__(output)
@@ -266,10 +265,6 @@ class _Call(_Open):
     def item(self, status: Status) -> OutputCall | OutputCustomCall:
         return OutputCall(id=self.id, status=status, call_id=self._call_id, arguments=self.text, **self._named)
 
-    def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:  # noqa: ARG002 - of texts only
-        self.texts.append(text)
-        yield ArgumentsDelta(**self.head(), delta=text)
-
     def end(self, status: Status) -> Iterator[Event]:
         yield ArgumentsDone(**self.head(), name=self._name, arguments=self.text)
         yield from super().end(status)
@@ -278,14 +273,10 @@ class _Call(_Open):
 class _CustomCall(_Call):
     """A call of a custom tool."""
 
-    prefix = "ctc"
+    prefix, delta = "ctc", InputDelta
 
     def item(self, status: Status) -> OutputCustomCall:
         return OutputCustomCall(id=self.id, status=status, call_id=self._call_id, input=self.text, **self._named)
-
-    def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:  # noqa: ARG002 - of texts only
-        self.texts.append(text)
-        yield InputDelta(**self.head(), delta=text)
 
     def end(self, status: Status) -> Iterator[Event]:
         yield InputDone(**self.head(), input=self.text)

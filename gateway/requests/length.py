@@ -12,9 +12,9 @@ from yardstick_llm.gateway.requests import chat
 from yardstick_llm.gateway.requests.completions import LIGHT_TEXTS, characters_of, is_text, read_prompts
 from yardstick_llm.gateway.requests.endpoint import Endpoint, Model
 from yardstick_llm.gateway.schemas.chat import ChatMessage
-from yardstick_llm.gateway.schemas.common import MAX_ITEMS, CacheSalt, Priority, Usage
+from yardstick_llm.gateway.schemas.common import MAX_ITEMS, ModelRequest, Usage
 from yardstick_llm.gateway.schemas.generation import Gamma
-from yardstick_llm.gateway.schemas.parameters import EndpointName, Parameters, TokenId
+from yardstick_llm.gateway.schemas.parameters import EndpointName, TokenId
 from yardstick_llm.gateway.text.cuts import may_be_cut
 from yardstick_llm.gateway.text.prepared import Prepared
 from yardstick_llm.gateway.text.prompts import EmptyPromptError, PromptTooLongError, join_ids, share_prefix, tokenise_pairs
@@ -23,7 +23,7 @@ Texts = str | Annotated[list[str | TokenId | list[TokenId]], msgspec.Meta(min_le
 MAX_TEXTS = MAX_ITEMS
 
 
-class LengthRequest(Parameters, kw_only=True):
+class LengthRequest(ModelRequest, kw_only=True):
     """Estimate how much text follows each given text. Give `input`, `prompt` or `messages`."""
 
     endpoint: ClassVar[EndpointName] = "length"
@@ -39,16 +39,8 @@ class LengthRequest(Parameters, kw_only=True):
     """Discount factor that converts values to tokens; the length model's own by default."""
     chat_template_kwargs: dict[str, Any] | None = None
     """With `messages`: further variables for the model's chat template."""
-    model: str | None = None
-    """Name of the model; optional if only one is served."""
-    priority: Priority | None = None
-    """Requests with lower numbers run earlier; 0 by default."""
-    cache_salt: CacheSalt | None = None
-    """Requests share cached work only with requests of the same salt, within the trust group of their API key."""
     parse_special_tokens: bool | None = None
     """Whether text such as `<|im_end|>` becomes a control token. The default is true in texts and false in `messages`."""
-    user: str | None = None
-    """Accepted for compatibility and not used."""
 
 
 class Remaining(msgspec.Struct, frozen=True, kw_only=True):

@@ -238,33 +238,18 @@ REFUSED: tuple[Refused, ...] = (
     Refused("skip_special_tokens", ("detokenize",), "the text has its special tokens; leave them out of `tokens`", (False,)),
 )
 
-IGNORED: tuple[Ignored, ...] = (
-    Ignored("metadata", ALL),
-    Ignored("service_tier", ALL),
-    Ignored("safety_identifier", ALL),
-    Ignored("store", GENERATING),
-    Ignored("prediction", GENERATING),
-    Ignored("parallel_tool_calls", ("completions",)),
-    Ignored("prompt_cache_key", GENERATING),
-    Ignored("prompt_cache_options", GENERATING),
-    Ignored("prompt_cache_retention", GENERATING),
-    Ignored("request_id", ALL),
-    Ignored("rid", ALL),
-    Ignored("include_reasoning", ("completions",)),
-    Ignored("separate_reasoning", GENERATING),
-    Ignored("stream_reasoning", GENERATING),
-    Ignored("spaces_between_special_tokens", GENERATING),
-    Ignored("guided_decoding_backend", GENERATING),
-    Ignored("guided_whitespace_pattern", GENERATING),
-    Ignored("truncation_direction", UNCUT),
-    Ignored("truncation_side", UNCUT),
-    Ignored("kv_transfer_params", GENERATING),
-    Ignored("bootstrap_host", GENERATING),
-    Ignored("bootstrap_port", GENERATING),
-    Ignored("bootstrap_room", GENERATING),
-    Ignored("data_parallel_rank", GENERATING),
-    Ignored("return_cached_tokens_details", GENERATING),
-)
+_IGNORED: dict[tuple[EndpointName, ...], tuple[str, ...]] = {
+    ALL: ("metadata", "service_tier", "safety_identifier", "request_id", "rid"),
+    GENERATING: (
+        *("store", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("separate_reasoning", "stream_reasoning", "spaces_between_special_tokens"),
+        *("guided_decoding_backend", "guided_whitespace_pattern", "kv_transfer_params"),
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank", "return_cached_tokens_details"),
+    ),
+    ("completions",): ("parallel_tool_calls", "include_reasoning"),
+    UNCUT: ("truncation_direction", "truncation_side"),
+}
+IGNORED = tuple(Ignored(name, endpoints) for endpoints, names in _IGNORED.items() for name in names)
 
 
 @cache
@@ -550,38 +535,30 @@ def _located(message: str, kind: type[msgspec.Struct]) -> InvalidRequest:
         missing = re.search(r"missing required field `(.+?)`", message)
         return InvalidRequest(f"{message}.", param=missing[1] if missing else None)
     where = found["path"]
+    whole, path = inspect.type_info(kind), _STEP.findall(where)
     what = message[: found.start()]
     if unknown := _UNKNOWN.match(what):
-        near = nearest(unknown[1], _names(inspect.type_info(kind), _STEP.findall(where)))
+        structs = [each for each in _types_at(whole, path) if isinstance(each, inspect.StructType)]
+        near = nearest(unknown[1], (field.encode_name for each in structs for field in each.fields))
         hint = f"; did you mean `{where}.{near}`?" if near else "."
         return InvalidRequest(f"`{where}` has no field `{unknown[1]}`{hint}", param=f"{where}.{unknown[1]}")
     if what.startswith("Expected `null`, got"):
         return InvalidRequest(f"`{where}` is not supported; leave it out.", param=where)
     if what.startswith(("Invalid enum value", "Invalid value")):
-        what += f"; it is one of {', '.join(_words(inspect.type_info(kind), _STEP.findall(where)))}"
+        parents = [each for each in _types_at(whole, path[:-1]) if isinstance(each, inspect.StructType)]
+        tags = [each.tag for each in parents if each.tag_field == path[-1]]
+        words = [word for each in _types_at(whole, path) if isinstance(each, inspect.LiteralType) for word in each.values]
+        what += f"; it is one of {', '.join(repr(word) for word in (*tags, *words))}"
     subject = f"A key of `{where}`" if found["key"] else f"`{where}`"
     return InvalidRequest(f"{subject}: {what[:1].lower()}{what[1:]}.", param=where)
 
 
-def _names(kind: inspect.Type, path: list[str]) -> list[str]:
-    """Return the names of the fields of the object at ``path`` in a ``kind``."""
+def _types_at(kind: inspect.Type, path: list[str]) -> list[inspect.Type]:
+    """Return the types that a ``kind`` may have at ``path``, none of them a union."""
     if isinstance(kind, inspect.UnionType):
-        return [name for part in kind.types for name in _names(part, path)]
-    if isinstance(kind, inspect.StructType):
-        if not path:
-            return [field.encode_name for field in kind.fields]
-        return [name for field in kind.fields if field.encode_name == path[0] for name in _names(field.type, path[1:])]
-    return _names(kind.item_type, path[1:]) if path and isinstance(kind, inspect.ListType) else []
-
-
-def _words(kind: inspect.Type, path: list[str]) -> list[str]:
-    """Return the allowed words at ``path`` in a ``kind``."""
-    if isinstance(kind, inspect.UnionType):
-        return [word for part in kind.types for word in _words(part, path)]
+        return [found for part in kind.types for found in _types_at(part, path)]
     if not path:
-        return [f"'{word}'" for word in kind.values] if isinstance(kind, inspect.LiteralType) else []
+        return [kind]
     if isinstance(kind, inspect.StructType):
-        if kind.tag_field == path[0]:
-            return [f"'{kind.tag}'"]
-        return [word for field in kind.fields if field.encode_name == path[0] for word in _words(field.type, path[1:])]
-    return _words(kind.item_type, path[1:]) if isinstance(kind, inspect.ListType) else []
+        return [found for field in kind.fields if field.encode_name == path[0] for found in _types_at(field.type, path[1:])]
+    return _types_at(kind.item_type, path[1:]) if isinstance(kind, inspect.ListType) else []

@@ -13,7 +13,8 @@ from litestar.params import JSONBody
 
 from yardstick_llm.gateway.api.access import Quotas
 from yardstick_llm.gateway.api.answers import JsonResponse
-from yardstick_llm.gateway.api.reader import Body, post_json
+from yardstick_llm.gateway.api.openapi import Body
+from yardstick_llm.gateway.api.reader import post_json
 from yardstick_llm.gateway.errors import BodyTooLarge, ModelNotFound, NotPermitted
 from yardstick_llm.gateway.http.context import RequestContext
 from yardstick_llm.gateway.pool.adapters import Reference
@@ -93,7 +94,7 @@ def adapter_routes(pool: Pool, manager: AdapterManager, quotas: Quotas) -> list[
         task.add_done_callback(running.discard)
         return await asyncio.shield(task)
 
-    @post_json("/v1/load_lora_adapter", LoadAdapterRequest, "adapters")
+    @post_json("/v1/load_lora_adapter", "adapters")
     async def load(request: Request[Any, Any, Any], data: JSONBody[Body[LoadAdapterRequest]]) -> Response[AdapterOperation]:
         """Load a LoRA adapter on all engines of a model, and on those that join later. Needs a key with `admin`.
 
@@ -105,7 +106,7 @@ def adapter_routes(pool: Pool, manager: AdapterManager, quotas: Quotas) -> list[
         outcome = await finished(manager.load(base, fields.lora_name, fields.lora_path, replace=fields.load_inplace))
         return _answer(Reference(base, fields.lora_name), outcome)
 
-    @post_json("/v1/unload_lora_adapter", UnloadAdapterRequest, "adapters")
+    @post_json("/v1/unload_lora_adapter", "adapters")
     async def unload(request: Request[Any, Any, Any], data: JSONBody[Body[UnloadAdapterRequest]]) -> Response[AdapterOperation]:
         """Unload a LoRA adapter from all engines of a model. Needs a key with `admin`.
 

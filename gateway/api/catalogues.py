@@ -21,8 +21,8 @@ from litestar.params import FromPath, FromQuery, JSONBody
 
 from yardstick_llm.gateway.api.access import Quotas, requested_model
 from yardstick_llm.gateway.api.answers import JsonResponse
-from yardstick_llm.gateway.api.openapi import READ_ERRORS, WRITE_ERRORS, ApiOperation
-from yardstick_llm.gateway.api.reader import Body, Reader, put_json
+from yardstick_llm.gateway.api.openapi import READ_ERRORS, WRITE_ERRORS, ApiOperation, Body
+from yardstick_llm.gateway.api.reader import Reader, put_json
 from yardstick_llm.gateway.api.scoring import fitted_of
 from yardstick_llm.gateway.errors import (
     CatalogueNotFound,
@@ -209,7 +209,7 @@ def catalogue_routes(pool: Pool, reader: Reader, catalogues: Catalogues, quotas:
     """Create the routes."""
     store, space = catalogues.store, catalogues.space
 
-    @put_json(f"{PATH}/{{name:str}}", CatalogueRequest, "catalogues")
+    @put_json(f"{PATH}/{{name:str}}", "catalogues")
     async def create(
         request: Request[Any, Any, Any], name: FromPath[str], data: JSONBody[Body[CatalogueRequest]]
     ) -> Response[CatalogueBody]:
@@ -247,7 +247,7 @@ def catalogue_routes(pool: Pool, reader: Reader, catalogues: Catalogues, quotas:
             raise Conflict(message, param="name")
         return JsonResponse(_described(state))
 
-    @put_json(f"{PATH}/{{name:str}}/items", ItemsRequest, "catalogues")
+    @put_json(f"{PATH}/{{name:str}}/items", "catalogues")
     async def register(
         request: Request[Any, Any, Any], name: FromPath[str], data: JSONBody[Body[ItemsRequest]]
     ) -> Response[RegisteredItems]:

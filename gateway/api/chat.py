@@ -13,7 +13,8 @@ from litestar.params import JSONBody
 
 from yardstick_llm.gateway.api.access import caller_of, priority_of, requested_model
 from yardstick_llm.gateway.api.generation import Answer, Generator, system_fingerprint
-from yardstick_llm.gateway.api.reader import Body, Reader, post_json
+from yardstick_llm.gateway.api.openapi import Body
+from yardstick_llm.gateway.api.reader import Reader, post_json
 from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.generation.generation import TOKEN_IDS, PromptOutput, prompt_ids
 from yardstick_llm.gateway.generation.length import (
@@ -236,7 +237,7 @@ def _as_json(encoded: Mapping[int, tuple[bytes, bytes]], id: int, logprob: float
 def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHandler:
     """Create the route."""
 
-    @post_json("/v1/chat/completions", ChatRequest, "generation")
+    @post_json("/v1/chat/completions", "generation")
     async def chat(request: Request[Any, Any, Any], data: JSONBody[Body[ChatRequest]]) -> Response[ChatCompletion]:
         """Answer a conversation.
 

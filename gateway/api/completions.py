@@ -13,7 +13,8 @@ from litestar.params import JSONBody
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.api.access import caller_of, priority_of, requested_model
 from yardstick_llm.gateway.api.generation import Answer, Generator, system_fingerprint
-from yardstick_llm.gateway.api.reader import Body, Reader, post_json
+from yardstick_llm.gateway.api.openapi import Body
+from yardstick_llm.gateway.api.reader import Reader, post_json
 from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.generation.generation import TOKEN_IDS, Generation, PromptOutput, prompt_ids
 from yardstick_llm.gateway.generation.length import gamma_of_values, guidance_of, refuse_sections, remaining_tokens
@@ -32,7 +33,7 @@ TOKENS_OF_UNIT = {"tokens": 1, "words": 2, "sentences": 40, "characters": 1}
 def completion_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHandler:
     """Create the route."""
 
-    @post_json("/v1/completions", CompletionRequest, "generation")
+    @post_json("/v1/completions", "generation")
     async def complete(request: Request[Any, Any, Any], data: JSONBody[Body[CompletionRequest]]) -> Response[Completion]:
         """Continue prompts.
 

@@ -12,8 +12,8 @@ from litestar.params import FromPath, FromQuery, JSONBody
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.api.access import Quotas, requested_model, visible_models
 from yardstick_llm.gateway.api.answers import encoded
-from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation
-from yardstick_llm.gateway.api.reader import Body, Reader, post_json
+from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation, Body
+from yardstick_llm.gateway.api.reader import Reader, post_json
 from yardstick_llm.gateway.errors import ModelNotFound
 from yardstick_llm.gateway.http.context import RequestContext
 from yardstick_llm.gateway.pool.adapters import AdapterModel
@@ -144,7 +144,7 @@ def _preset(fitted: Fitted | None, *, fallback: bool) -> PresetInfo | None:
 def tokenize_routes(pool: Pool, reader: Reader, quotas: Quotas, workers: Workers) -> list[HTTPRouteHandler]:
     """Create the routes. No engine takes part: the text workers read the requests and encode the responses."""
 
-    @post_json(["/tokenize", "/v1/tokenize"], TokenizeRequest, "tokens")
+    @post_json(["/tokenize", "/v1/tokenize"], "tokens")
     async def tokenize(request: Request[Any, Any, Any], data: JSONBody[Body[TokenizeRequest]]) -> Response[TokenizeResponse]:
         """Convert a text or a conversation to token ids.
 
@@ -155,7 +155,7 @@ def tokenize_routes(pool: Pool, reader: Reader, quotas: Quotas, workers: Workers
         prepared = await body.read(requested_model(request, pool, body.fields.model))
         return await _charged(request, prepared)
 
-    @post_json(["/detokenize", "/v1/detokenize"], DetokenizeRequest, "tokens")
+    @post_json(["/detokenize", "/v1/detokenize"], "tokens")
     async def detokenize(request: Request[Any, Any, Any], data: JSONBody[Body[DetokenizeRequest]]) -> Response[DetokenizeResponse]:
         """Convert token ids to text, with special tokens."""
         body = await reader.body(request, DetokenizeRequest, data)

@@ -7,7 +7,7 @@ import inspect
 import textwrap
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, get_args
+from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 from litestar import Request, Response, get
@@ -220,15 +220,27 @@ def asset_route() -> HTTPRouteHandler:
     return asset
 
 
+B = TypeVar("B", bound=msgspec.Struct)
+
+
+class Body(Generic[B]):
+    """The bytes of a request body that should hold a ``B`` as JSON, which ``gateway/api/reader.py`` decodes."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+
 class DocumentedStructs(OpenAPISchemaPlugin):
     """The framework's schemas of structs, with the docstrings of the class and of its attributes as descriptions."""
 
     def is_plugin_supported_field(self, field_definition: FieldDefinition) -> bool:
-        """Whether this is a struct."""
-        return not field_definition.is_union and field_definition.is_subclass_of(msgspec.Struct)
+        """Whether this is a struct, or the :class:`Body` of one."""
+        return not field_definition.is_union and field_definition.is_subclass_of((msgspec.Struct, Body))
 
-    def to_openapi_schema(self, field_definition: FieldDefinition, schema_creator: Any) -> Schema:
+    def to_openapi_schema(self, field_definition: FieldDefinition, schema_creator: Any) -> Any:
         """Return the schema of one struct."""
+        if field_definition.is_subclass_of(Body):
+            return schema_creator.for_field_definition(field_definition.inner_types[0])
         others = (p for p in schema_creator.plugins if p is not self and isinstance(p, OpenAPISchemaPlugin))
         framework = next(p for p in others if p.is_plugin_supported_field(field_definition))
         schema: Schema = framework.to_openapi_schema(field_definition, schema_creator)

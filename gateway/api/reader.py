@@ -10,23 +10,20 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 from litestar import Request, post, put
-from litestar.dto import AbstractDTO, DTOFieldDefinition
 from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.datastructures import ResponseSpec
-from litestar.openapi.spec import Reference, Schema
 from litestar.types import ASGIApp, Receive, Scope, Send
-from litestar.typing import FieldDefinition
 
 from yardstick_llm.gateway.api.access import Quotas
 from yardstick_llm.gateway.api.answers import while_connected
-from yardstick_llm.gateway.api.openapi import ERRORS, WRITE_ERRORS, ApiOperation, operation_with
+from yardstick_llm.gateway.api.openapi import ERRORS, WRITE_ERRORS, ApiOperation, Body, operation_with
 from yardstick_llm.gateway.errors import ContextExceeded, GatewayError, InternalError, InvalidRequest, NotReady
 from yardstick_llm.gateway.http.body import HttpMiddleware
 from yardstick_llm.gateway.http.context import RequestContext
@@ -44,45 +41,22 @@ from yardstick_llm.gateway.text.prepared import Bounds, Packed, Prepared, unpack
 from yardstick_llm.gateway.workers.messages import Broken, Decode, Decoded, Fetched, Job, Read, Refused, Wanted
 from yardstick_llm.gateway.workers.workers import BULK, Channel, Loss, WorkerLostError, Workers
 
-B = TypeVar("B", bound=msgspec.Struct)
+
+def post_json(path: str | Sequence[str], tag: str, *, example: object = None) -> HTTPRouteHandler:
+    """Return ``litestar.post`` for a handler whose ``data`` is a :class:`Body`. The content type is not checked. ``example``: an
+    example of the body; by default that of its struct."""
+    return _with_body(post, path, tag, ERRORS, ApiOperation if example is None else operation_with(example))
 
 
-class Body(Generic[B]):
-    """The bytes of a request body that should hold a ``T`` as JSON."""
-
-    def __init__(self, content: bytes) -> None:
-        self.content = content
-
-
-def post_json(path: str | Sequence[str], kind: type[msgspec.Struct], tag: str, *, example: object = None) -> HTTPRouteHandler:
-    """Return ``litestar.post`` for a handler whose ``data`` is a ``Body[kind]``. The content type is not checked. ``example``: of
-    the body; by default that of ``kind``."""
-    return _with_body(post, path, kind, tag, ERRORS, ApiOperation if example is None else operation_with(example))
-
-
-def put_json(path: str, kind: type[msgspec.Struct], tag: str) -> HTTPRouteHandler:
+def put_json(path: str, tag: str) -> HTTPRouteHandler:
     """:func:`post_json` for ``litestar.put``."""
-    return _with_body(put, path, kind, tag, ERRORS | WRITE_ERRORS)
+    return _with_body(put, path, tag, ERRORS | WRITE_ERRORS, ApiOperation)
 
 
 def _with_body(
-    method: type[post | put],
-    path: str | Sequence[str],
-    kind: type[msgspec.Struct],
-    tag: str,
-    errors: dict[int, ResponseSpec],
-    operation: type[ApiOperation] = ApiOperation,
+    method: type[post | put], path: str | Sequence[str], tag: str, errors: dict[int, ResponseSpec], operation: type[ApiOperation]
 ) -> HTTPRouteHandler:
-    return method(
-        path,
-        status_code=200,
-        dto=JsonBody[kind],  # type: ignore[valid-type]
-        return_dto=None,
-        responses=errors,
-        operation_class=operation,
-        tags=[tag],
-        middleware=[_CallHandler()],
-    )
+    return method(path, status_code=200, responses=errors, operation_class=operation, tags=[tag], middleware=[_CallHandler()])
 
 
 class _CallHandler(HttpMiddleware):
@@ -98,39 +72,6 @@ class _CallHandler(HttpMiddleware):
         message: Any = await receive()
         response = await scope["route_handler"].fn(request=request, data=Body(message["body"]), **scope["path_params"])
         await response.to_asgi_response(None, request)(scope, receive, send)
-
-
-class JsonBody(AbstractDTO[B]):
-    """Documents the struct in the body, which ``gateway/api/reader.py`` decodes."""
-
-    def decode_bytes(self, value: Any) -> Any:
-        """Return the body. The framework does not call this, as :class:`_CallHandler` calls the handlers."""
-        return value
-
-    @classmethod
-    def create_for_field_definition(cls, *_: Any, **__: Any) -> None:
-        """Generate nothing: the struct itself is the transfer object."""
-
-    @classmethod
-    def create_openapi_schema(
-        cls,
-        field_definition: FieldDefinition,  # noqa: ARG003 - the framework's signature
-        handler_id: str,  # noqa: ARG003 - the framework's signature
-        schema_creator: Any,
-    ) -> Reference | Schema:
-        """Return the struct's own schema."""
-        schema: Reference | Schema = schema_creator.for_field_definition(FieldDefinition.from_annotation(cls.model_type))
-        return schema
-
-    @classmethod
-    def generate_field_definitions(cls, *_: Any) -> Generator[DTOFieldDefinition, None, None]:
-        """Yield nothing. The framework does not call this, as no transfer object is generated."""
-        yield from ()
-
-    @classmethod
-    def detect_nested_field(cls, *_: Any) -> bool:
-        """Return False. The framework does not call this, as no transfer object is generated."""
-        return False
 
 
 INLINE_BYTES = 32 << 10

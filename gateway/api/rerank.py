@@ -14,7 +14,8 @@ from litestar.params import JSONBody
 from yardstick_llm.gateway.api.access import requested_model
 from yardstick_llm.gateway.api.answers import listed, sse, with_rows
 from yardstick_llm.gateway.api.catalogue_scores import Scanner, by_labels, preset_of, rerank_catalogue
-from yardstick_llm.gateway.api.reader import Body, Reader, post_json
+from yardstick_llm.gateway.api.openapi import Body
+from yardstick_llm.gateway.api.reader import Reader, post_json
 from yardstick_llm.gateway.api.scoring import Scoring, ScoringJob, errors_of, fitted_of, headers_of, item_usage_of, usage_of
 from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.pool.pool import Pool
@@ -43,7 +44,7 @@ PATHS = ["/v1/rerank", "/v2/rerank", "/rerank", "/v1/ranking", "/v1/retrieval/nv
 def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) -> HTTPRouteHandler:
     """Create the route."""
 
-    @post_json(PATHS, RerankRequest, "scoring")
+    @post_json(PATHS, "scoring")
     async def rerank(request: Request[Any, Any, Any], data: JSONBody[Body[RerankRequest]]) -> Response[RerankResponse]:
         """Order documents by their relevance to a query, the most relevant first.
 

@@ -254,7 +254,8 @@ class _Thinking(_OpenPart):
 class _Call(_Open):
     """A function call."""
 
-    prefix, delta = "fc", ArgumentsDelta
+    prefix = "fc"
+    delta: ClassVar[type[Any]] = ArgumentsDelta
 
     def __init__(self, output: Output, call_id: str, name: str) -> None:
         super().__init__(output)

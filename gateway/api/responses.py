@@ -24,8 +24,8 @@ from yardstick_llm.gateway.api.access import caller_of, priority_of, requested_m
 from yardstick_llm.gateway.api.answers import EventStream, while_connected
 from yardstick_llm.gateway.api.chat import ChatAnswer, with_budget
 from yardstick_llm.gateway.api.generation import Generator, show_forecast, small, system_fingerprint, usage_of
-from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation
-from yardstick_llm.gateway.api.reader import Body, Reader, post_json
+from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation, Body
+from yardstick_llm.gateway.api.reader import Reader, post_json
 from yardstick_llm.gateway.api.response_output import Output
 from yardstick_llm.gateway.errors import GatewayError, InvalidRequest, ResponseNotFound, StoreUnavailable
 from yardstick_llm.gateway.generation.generation import Generation
@@ -385,7 +385,7 @@ def response_routes(pool: Pool, reader: Reader, responder: Responder) -> list[HT
 
 
 def _create_route(pool: Pool, reader: Reader, responder: Responder) -> HTTPRouteHandler:
-    @post_json(PATH, ResponseRequest, "generation")
+    @post_json(PATH, "generation")
     async def create(request: Request[Any, Any, Any], data: JSONBody[Body[ResponseRequest]]) -> Response[ResponseBody]:
         """Answer a conversation of items.
 

@@ -13,7 +13,8 @@ from litestar.params import JSONBody
 from yardstick_llm.gateway.api.access import requested_model
 from yardstick_llm.gateway.api.answers import event_with_rows, with_rows
 from yardstick_llm.gateway.api.catalogue_scores import Scanner, score_catalogue
-from yardstick_llm.gateway.api.reader import Body, Reader, post_json
+from yardstick_llm.gateway.api.openapi import Body
+from yardstick_llm.gateway.api.reader import Reader, post_json
 from yardstick_llm.gateway.api.scoring import (
     ScoreAnswer,
     Scoring,
@@ -33,7 +34,7 @@ from yardstick_llm.gateway.scoring.scorer import Scores
 def score_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) -> HTTPRouteHandler:
     """Create the route."""
 
-    @post_json(["/v1/score", "/score"], ScoreRequest, "scoring")
+    @post_json(["/v1/score", "/score"], "scoring")
     async def score(request: Request[Any, Any, Any], data: JSONBody[Body[ScoreRequest]]) -> Response[ScoreAnswer]:
         """Score items against a query.
 

@@ -17,8 +17,8 @@ from litestar.params import FromQuery, JSONBody
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.api.access import requested_model
 from yardstick_llm.gateway.api.answers import listed
-from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation
-from yardstick_llm.gateway.api.reader import Body, Reader, post_json
+from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation, Body
+from yardstick_llm.gateway.api.reader import Reader, post_json
 from yardstick_llm.gateway.api.rerank import ranked, tei_ranks
 from yardstick_llm.gateway.api.scoring import MAX_NUMBERS, Scoring, ScoringJob, fitted_of, headers_of
 from yardstick_llm.gateway.api.texts import (
@@ -60,7 +60,7 @@ SIMILARITY = {"inputs": {"source_sentence": "red running shoes", "sentences": ["
 def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHandler]:
     """Create the routes."""
 
-    @post_json("/", TeiRequest, "scoring")
+    @post_json("/", "scoring")
     async def infer(request: Request[Any, Any, Any], data: JSONBody[Body[TeiRequest]]) -> Response[Any]:
         """Embed, classify or rerank, by the task of the model, in the form of Text Embeddings Inference.
 
@@ -68,23 +68,23 @@ def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHa
         """
         return await answer(request, data, TaskRequest)
 
-    @post_json("/predict", TeiRequest, "scoring")
+    @post_json("/predict", "scoring")
     async def predict(request: Request[Any, Any, Any], data: JSONBody[Body[TeiRequest]]) -> Response[Any]:
         """Classify a text, a list of lists of one text or, with an encoder, pairs of texts such as premise and hypothesis; with a
         reranker, score pairs. The form is that of Text Embeddings Inference, and the most probable class comes first."""
         return await answer(request, data, ClassifyRequest | ScoreRequest)
 
-    @post_json("/similarity", TeiRequest, "scoring", example=SIMILARITY)
+    @post_json("/similarity", "scoring", example=SIMILARITY)
     async def similarity(request: Request[Any, Any, Any], data: JSONBody[Body[TeiRequest]]) -> Response[Any]:
         """Return the cosine similarity of a sentence to each of several others, in the form of Text Embeddings Inference."""
         return await answer(request, data, Sentences)
 
-    @post_json("/embed_all", TeiRequest, "scoring")
+    @post_json("/embed_all", "scoring")
     async def embed_all(request: Request[Any, Any, Any], data: JSONBody[Body[TeiRequest]]) -> Response[Any]:
         """Return a vector for each token of each text, in the form of Text Embeddings Inference. The vectors are not scaled."""
         return await answer(request, data, EmbeddingsRequest, wire.TokenVectors(normalize=False))
 
-    @post_json("/embed_sparse", TeiRequest, "scoring")
+    @post_json("/embed_sparse", "scoring")
     async def embed_sparse(request: Request[Any, Any, Any], data: JSONBody[Body[TeiRequest]]) -> Response[Any]:
         """Return a weight for some tokens of the vocabulary, for each text, in the form of Text Embeddings Inference. With
         `prompt_name` `query`, a model that has weights of its own for a query's tokens returns these."""

@@ -18,7 +18,8 @@ from litestar.params import JSONBody
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.api.access import requested_model
 from yardstick_llm.gateway.api.answers import listed, with_lists, with_rows
-from yardstick_llm.gateway.api.reader import Body, Reader, post_json
+from yardstick_llm.gateway.api.openapi import Body
+from yardstick_llm.gateway.api.reader import Reader, post_json
 from yardstick_llm.gateway.api.scoring import MAX_NUMBERS, Scoring, ScoringJob, fitted_of, headers_of, usage_of
 from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.generation.length import intervals, require_lenvm, value_and_remaining
@@ -52,7 +53,7 @@ from yardstick_llm.gateway.text.prepared import Prepared
 def classify_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandler:
     """Create the route."""
 
-    @post_json(["/v1/classify", "/classify"], ClassifyRequest, "scoring")
+    @post_json(["/v1/classify", "/classify"], "scoring")
     async def classify(request: Request[Any, Any, Any], data: JSONBody[Body[ClassifyRequest]]) -> Response[ClassifyResponse]:
         """Classify texts.
 
@@ -128,7 +129,7 @@ def _categories(fitted: Fitted, row: Row) -> list[Category]:
 def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHandler]:
     """Create the routes."""
 
-    @post_json(["/v1/embeddings", "/embeddings", "/embed"], EmbeddingsRequest, "scoring")
+    @post_json(["/v1/embeddings", "/embeddings", "/embed"], "scoring")
     async def embed(request: Request[Any, Any, Any], data: JSONBody[Body[EmbeddingsRequest]]) -> Response[EmbeddingsResponse]:
         """Embed texts.
 
@@ -156,7 +157,7 @@ def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTP
         answer = EmbeddingsResponse(data=[], model=model.name, usage=usage_of(prepared, scores))
         return await with_rows(answer, "data", _entries(rows, in_base64=fields.in_base64), numbers=numbers, headers=headers)
 
-    @post_json(["/v1/embed", "/v2/embed"], CohereEmbedRequest, "scoring")
+    @post_json(["/v1/embed", "/v2/embed"], "scoring")
     async def embed_cohere(request: Request[Any, Any, Any], data: JSONBody[Body[CohereEmbedRequest]]) -> Response[CohereEmbeddings]:
         """Embed texts, in the form of Cohere.
 
@@ -260,7 +261,7 @@ FORMS: dict[EmbeddingType, Callable[[Row], object]] = {
 def length_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandler:
     """Create the route."""
 
-    @post_json("/v1/length", LengthRequest, "length")
+    @post_json("/v1/length", "length")
     async def length(request: Request[Any, Any, Any], data: JSONBody[Body[LengthRequest]]) -> Response[LengthResponse]:
         """Estimate how much text is still to come.
 

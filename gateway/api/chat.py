@@ -247,7 +247,9 @@ def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHan
         fields = body.fields
         model = requested_model(request, pool, fields.model, falls_back=True)
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-        _check(model, fields, logprobs)
+        check(model, fields, logprobs=logprobs)
+        if fields.top_logprobs and not fields.logprobs:
+            raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", param="top_logprobs")
         guidance = guidance_of(model, with_budget(model, fields), logprobs=logprobs)
         priority = priority_of(request, fields.priority)
         prepared = await body.read(model)
@@ -267,12 +269,6 @@ def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHan
         return await generator.respond(request, [generation], answer, fields)
 
     return chat
-
-
-def _check(model: ServedModel, data: ChatRequest, logprobs: int | None) -> None:
-    check(model, data, logprobs=logprobs)
-    if data.top_logprobs and not data.logprobs:
-        raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", param="top_logprobs")
 
 
 def with_budget(model: ServedModel, data: ChatRequest) -> ChatRequest:

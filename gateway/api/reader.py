@@ -227,15 +227,10 @@ class Reader:
             refusal = ContextExceeded if answer.code == ContextExceeded.code else InvalidRequest
             raise refusal(answer.message, param=answer.param)
         if isinstance(answer, Broken):
-            raise self._broken(answer)
+            if answer.reason == "fault":
+                raise InternalError("An internal error occurred while the server read the request.")
+            raise self._lost("memory" if answer.reason == "memory" else "crash")
         return answer
-
-    def _broken(self, broken: Broken) -> GatewayError:
-        if broken.reason == "memory":
-            return self._lost("memory")
-        if broken.reason == "unknown_text":
-            return self._lost("crash")
-        return InternalError("An internal error occurred while the server read the request.")
 
     def _lost(self, loss: Loss) -> GatewayError:
         """Return the client's error for a worker that ended."""

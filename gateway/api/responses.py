@@ -263,7 +263,7 @@ class Responder:
             body.store = False
             run.encoded = _encoder.encode(body)
         encoded: Any = msgspec.Raw(run.encoded)
-        return _event(run.last(body.status, encoded)) if run.streamed else b""
+        return _event(run.state(body.status, encoded)) if run.streamed else b""
 
 
 class ResponseRun:
@@ -319,8 +319,7 @@ class ResponseRun:
 
     def opening(self) -> list[bytes]:
         """Return the events that begin the stream."""
-        kinds = ("response.created", "response.in_progress")
-        return self._encoded([self._state(kind, self._begun) for kind in kinds])
+        return self._encoded([self.state(state, self._begun) for state in ("created", "in_progress")])
 
     def push(self, piece: Piece) -> list[bytes]:
         """Return the events of one piece."""
@@ -345,21 +344,19 @@ class ResponseRun:
             incomplete_details=None if whole else IncompleteDetails(),
         )
 
-    def last(self, status: str, body: ResponseBody) -> StateEvent:
-        """Return the event that ends the stream."""
-        return self._state(f"response.{status}", body)
-
     def failed(self, error: GatewayError) -> bytes:
         """Return the event that ends a stream that breaks off. The response is not stored."""
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         body = self._body(status="failed", error=ResponseError(code, error.message), store=False)
-        return _event(self.last(body.status, body))
+        return _event(self.state(body.status, body))
 
     def _body(self, **ending: Any) -> ResponseBody:
         usage = usage_of_response(usage_of([self.generation]))
         return msgspec.structs.replace(self._begun, output=self._output.items, usage=usage, **ending)
 
-    def _state(self, kind: Any, body: ResponseBody) -> StateEvent:
+    def state(self, state: str, body: ResponseBody) -> StateEvent:
+        """Return an event with the whole response: at its beginning, or at its end."""
+        kind: Any = f"response.{state}"
         return StateEvent(type=kind, sequence_number=self._output.number(), response=body)
 
     def _encoded(self, events: Iterable[Event]) -> list[bytes]:
@@ -398,7 +395,9 @@ def _create_route(pool: Pool, reader: Reader, responder: Responder) -> HTTPRoute
         chat = as_chat(fields, _STAND_IN)
         logprobs = (fields.top_logprobs or 0) if fields.includes_logprobs else None
         with _renamed():
-            _check(fields)
+            if fields.top_logprobs and not fields.includes_logprobs:
+                message = '`top_logprobs` needs `include`: `["message.output_text.logprobs"]`.'
+                raise InvalidRequest(message, param="top_logprobs")
             check(model, chat, logprobs=logprobs)
             guidance = guidance_of(model, with_budget(model, chat), logprobs=logprobs)
         priority = priority_of(request, fields.priority)
@@ -434,12 +433,6 @@ def _create_route(pool: Pool, reader: Reader, responder: Responder) -> HTTPRoute
         return response
 
     return create
-
-
-def _check(fields: ResponseRequest) -> None:
-    if fields.top_logprobs and not fields.includes_logprobs:
-        message = '`top_logprobs` needs `include`: `["message.output_text.logprobs"]`.'
-        raise InvalidRequest(message, param="top_logprobs")
 
 
 @contextmanager

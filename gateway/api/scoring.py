@@ -410,14 +410,10 @@ def check_score(model: ServedModel, fields: ScoreRequest) -> None:
         raise InvalidRequest(f"`{given}` goes with `catalogue`.{more}", param=given)
     if fields.return_item_usage and fields.catalogue is not None and (fields.ids is None or fields.top_n):
         raise InvalidRequest("`return_item_usage` goes with `items`, or with `ids` without `top_n`.", param="return_item_usage")
-    if not fields.paired:
-        _check_activation(fields)
-    if not fields.paired and "score" not in model.info.capabilities:
-        raise InvalidRequest(f"The model {model.name!r} does not score; it serves {paths_of(model)}.", param="model")
-
-
-def _check_activation(fields: ScoreRequest) -> None:
-    """Raise :class:`InvalidRequest` for a field that says how the scores of pairs follow from logits."""
+    if fields.paired:
+        return
     given = next((name for name in NAMES_OF_VLLM if getattr(fields, name) is not None), "raw_scores" if fields.raw_scores else None)
     if given is not None:
         raise InvalidRequest(f"`{given}` goes with `text_1` and `text_2`; for labels, use `apply_softmax`.", param=given)
+    if "score" not in model.info.capabilities:
+        raise InvalidRequest(f"The model {model.name!r} does not score; it serves {paths_of(model)}.", param="model")

@@ -88,8 +88,15 @@ def class_names(fitted: Fitted, model: ServedModel) -> Sequence[str]:
 
 
 def probabilities(fitted: Fitted, row: Row, info: wire.Info, *, raw: bool) -> list[float]:
-    """Return the probability of each class, or with ``raw`` the number before the activation."""
-    return _head(fitted, row, info, raw=raw) if isinstance(fitted.readout, wire.Classes) else _verdicts(fitted, row, raw=raw)
+    """Return the probability of each class of a head, or of each label of a guard model. With ``raw``, and of a head for one class,
+    a regression or no activation: the number before the activation (of labels with categories, their log-probability)."""
+    if not isinstance(fitted.readout, wire.Classes):
+        logits = fitted.label_logits(row)
+        return logits if raw else softmax(logits)
+    activation = fitted.preset.activation
+    if raw or len(row) == 1 or info.regression or activation == "none":
+        return list(row)
+    return [sigmoid(logit) for logit in row] if info.multi_label or activation == "sigmoid" else softmax(row)
 
 
 def _classifications(
@@ -103,20 +110,6 @@ def _classifications(
         categories = _categories(fitted, rows[step * index + 1]) if fitted.categories else None
         label = names[max(range(len(probs)), key=probs.__getitem__)]
         yield Classification(index=index, label=label, probs=probs, num_classes=len(probs), categories=categories)
-
-
-def _head(fitted: Fitted, row: Row, info: wire.Info, *, raw: bool) -> list[float]:
-    """Return the probabilities of a head's classes; its logits with ``raw``, and for one class, a regression or no activation."""
-    activation = fitted.preset.activation
-    if raw or len(row) == 1 or info.regression or activation == "none":
-        return list(row)
-    return [sigmoid(logit) for logit in row] if info.multi_label or activation == "sigmoid" else softmax(row)
-
-
-def _verdicts(fitted: Fitted, row: Row, *, raw: bool) -> list[float]:
-    """Return the probabilities of a guard model's labels, or with ``raw`` their logits (log-probabilities with categories)."""
-    logits = fitted.label_logits(row)
-    return logits if raw else softmax(logits)
 
 
 def _categories(fitted: Fitted, row: Row) -> list[Category]:

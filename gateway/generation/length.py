@@ -178,20 +178,15 @@ def _check_target(asked: LengthGuidance, names: dict[str, str]) -> None:
 
 def _for_engine(asked: LengthGuidance, candidates: int) -> wire.LengthGuidance:
     aimed = asked.target_length is not None or asked.target_value is not None
-    mode = asked.mode or "centered_exp"
-    if asked.max_length is not None:
-        limit = wire.LengthGuidance(
-            constraint="within", target_length=asked.max_length.at_most, confidence=asked.max_length.confidence
-        )
-    else:
-        limit = wire.LengthGuidance(constraint=asked.constraint or ("eq" if aimed else None), target_length=asked.target_length)
+    mode, limit = asked.mode or "centered_exp", asked.max_length
+    constraint: wire.LengthConstraint | None = "within" if limit else asked.constraint or ("eq" if aimed else None)
     return wire.LengthGuidance(
         mode=mode,
         scale=wire.NEUTRAL_SCALE[mode] if asked.scale is None else asked.scale,
         gamma=asked.gamma,
-        constraint=limit.constraint,
-        target_length=limit.target_length,
-        confidence=limit.confidence,
+        constraint=constraint,
+        target_length=limit.at_most if limit else asked.target_length,
+        confidence=limit.confidence if limit else None,
         unit=asked.unit or "tokens",
         target_length_mode=asked.target_length_mode or "total",
         target_value=asked.target_value,
@@ -200,7 +195,7 @@ def _for_engine(asked: LengthGuidance, candidates: int) -> wire.LengthGuidance:
         value_min=asked.value_min or 0.0,
         return_values=bool(asked.return_values),
         applies_to=asked.applies_to or "both",
-        end_min_p=ABOUT_END_MIN_P if asked.end_min_p is None and limit.constraint == "about" else asked.end_min_p,
+        end_min_p=ABOUT_END_MIN_P if asked.end_min_p is None and constraint == "about" else asked.end_min_p,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -12,7 +12,6 @@ from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.generation.generation import Generation
 from yardstick_llm.gateway.generation.length import default_min_p
 from yardstick_llm.gateway.generation.sequence import TextOptions
-from yardstick_llm.gateway.output.answer import AnswerFormat
 from yardstick_llm.gateway.pool.replica import ServedModel, paths_of
 from yardstick_llm.gateway.schemas.common import new_id
 from yardstick_llm.gateway.schemas.generation import GenerationRequest
@@ -46,25 +45,16 @@ def check(model: ServedModel, fields: GenerationRequest, *, logprobs: int | None
         if len(stop) > MAX_STOP_CHARACTERS:
             message = f"`stop[{index}]` has {len(stop)} characters; at most {MAX_STOP_CHARACTERS} are allowed."
             raise InvalidRequest(message, param=f"stop[{index}]")
-    _check_tokens(model, fields.logit_bias or (), "logit_bias")
-    _check_tokens(model, fields.stop_token_ids or (), "stop_token_ids")
-    _check_tokens(model, fields.allowed_token_ids or (), "allowed_token_ids")
-    _check_prompt_logprobs(model, fields)
-
-
-def _check_prompt_logprobs(model: ServedModel, fields: GenerationRequest) -> None:
-    most = model.info.limits.max_logprobs
-    if fields.prompt_logprobs is not None and fields.prompt_logprobs > most:
-        raise InvalidRequest(f"This model gives at most {most} log-probabilities a token.", param="prompt_logprobs")
+    for param in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        unknown = next((id for id in getattr(fields, param) or () if not model.tokenizer.has_token(id)), None)
+        if unknown is not None:
+            raise InvalidRequest(f"`{param}`: {unknown} is not a token of {model.name!r}.", param=param)
+    if fields.prompt_logprobs is not None and fields.prompt_logprobs > limits.max_logprobs:
+        message = f"This model gives at most {limits.max_logprobs} log-probabilities a token."
+        raise InvalidRequest(message, param="prompt_logprobs")
     if fields.prompt_logprobs is not None and fields.stream:
         message = "`prompt_logprobs` is not for streams; set `stream` to false, or use /v1/completions with `echo` and `logprobs`."
         raise InvalidRequest(message, param="prompt_logprobs")
-
-
-def _check_tokens(model: ServedModel, ids: Iterable[int], param: str) -> None:
-    unknown = next((id for id in ids if not model.tokenizer.has_token(id)), None)
-    if unknown is not None:
-        raise InvalidRequest(f"`{param}`: {unknown} is not a token of {model.name!r}.", param=param)
 
 
 def _check_grammar(model: ServedModel, fields: GenerationRequest) -> None:
@@ -122,10 +112,20 @@ def plan(
         adapter=model.adapter_digest,
         images=[*prepared.images],
     )
+    text = TextOptions(
+        logprobs=logprobs is not None,
+        stops=fields.stops,
+        min_tokens=fields.min_tokens or 0,
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        keeps_stop=bool(fields.include_stop_str_in_output),
+        end_logprob=echo is not None,
+        format=format,
+        token_ids=bool(fields.return_token_ids),
+    )
     return Generation(
         model,
         request,
-        _text_options(fields, format, logprobs=logprobs is not None, echoes=echo is not None),
+        text,
         first_index=place * fields.sequences,
         echo=echo,
         prompt_logprobs=fields.prompt_logprobs,
@@ -144,20 +144,6 @@ def _sampling(
     if fields.min_p is None and (min_p := default_min_p(guidance)) is not None:
         sampling = msgspec.structs.replace(sampling, min_p=min_p)
     return sampling
-
-
-def _text_options(fields: GenerationRequest, format: AnswerFormat | None, *, logprobs: bool, echoes: bool) -> TextOptions:
-    """Return how tokens become text."""
-    return TextOptions(
-        logprobs=logprobs,
-        stops=fields.stops,
-        min_tokens=fields.min_tokens or 0,
-        skip_special_tokens=fields.skip_special_tokens is not False,
-        keeps_stop=bool(fields.include_stop_str_in_output),
-        end_logprob=echoes,
-        format=format,
-        token_ids=bool(fields.return_token_ids),
-    )
 
 
 def _prompt_logprobs(fields: GenerationRequest, logprobs: int | None, *, echoes: bool, limit: int) -> int | None:

@@ -96,31 +96,22 @@ class Relay:
         return True
 
     def _accept(self, batch: list[wire.Delta]) -> tuple[list[wire.Delta], EngineLost | None]:
-        """Return the deltas before the first one that does not continue its sequence, and the error for that one."""
+        """Record deltas. Return those before the first one that does not continue its sequence, and the error for that one."""
         for place, delta in enumerate(batch):
-            if not self._record(delta):
-                return batch[:place], self._fault(delta)
+            output = self._open.get(delta.index)
+            if output is None:
+                fault = "The engine sent a sequence that was not asked for, or that had ended."
+            elif delta.finish == "abort":
+                fault = "The engine aborted the request; try again."
+            elif delta.offset != len(output):
+                fault = f"The engine skipped or repeated output: at {delta.offset} instead of {len(output)}."
+            else:
+                output += delta.tokens
+                if delta.finish is not None:
+                    del self._open[delta.index]
+                continue
+            return batch[:place], EngineLost(fault, retryable=True)
         return batch, None
-
-    def _record(self, delta: wire.Delta) -> bool:
-        """Return whether ``delta`` continues its sequence; if so, record it."""
-        output = self._open.get(delta.index)
-        if output is None or delta.offset != len(output) or delta.finish == "abort":
-            return False
-        output += delta.tokens
-        if delta.finish is not None:
-            del self._open[delta.index]
-        return True
-
-    def _fault(self, delta: wire.Delta) -> EngineLost:
-        """Return the error that explains why ``delta`` does not continue its sequence."""
-        if delta.index not in self._open:
-            return EngineLost("The engine sent a sequence that was not asked for, or that had ended.", retryable=True)
-        if delta.finish == "abort":
-            return EngineLost("The engine aborted the request; try again.", retryable=True)
-        expected = len(self._open[delta.index])
-        message = f"The engine skipped or repeated output: at {delta.offset} instead of {expected}."
-        return EngineLost(message, retryable=True)
 
 
 def _ended_early() -> EngineLost:

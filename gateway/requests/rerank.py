@@ -176,9 +176,7 @@ WITHOUT_CATALOGUE = (
 
 def _read(request: RerankRequest, model: Model) -> Prepared:
     if request.catalogue is not None:
-        wrong = next((name for name in WITHOUT_CATALOGUE if getattr(request, name) not in (None, False)), None)
-        if wrong is not None:
-            raise InvalidRequest(f"`{wrong}` does not go with `catalogue`.", param=wrong)
+        request.refuse(WITHOUT_CATALOGUE, "does not go with `catalogue`.")
         return query_prompts(text_of(request.query), [], model)
     if len(lists := {name: given for name in LISTS if (given := getattr(request, name)) is not None}) != 1:
         raise InvalidRequest("Give either `documents`, `texts` or `passages`.", param="documents")

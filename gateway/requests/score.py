@@ -267,11 +267,6 @@ def check_kinds(query: str | list[int], items: Sequence[str | list[int]]) -> Non
         )
 
 
-def tokenise_texts(request: ScoreRequest, model: Model, query: str, items: Sequence[str | list[int]]) -> PrefixAndBranches:
-    """Tokenise texts. Raises :class:`EmptyPromptError`, and :class:`InvalidRequest` for prompts that are too long."""
-    return _tokenised(tokenise_pairs, request, model, query, items)
-
-
 def join_token_ids(model: Model, query: list[int], items: Sequence[str | list[int]]) -> PrefixAndBranches:
     """Read token ids. All lengths are checked before anything is joined. Raises :class:`EmptyPromptError`."""
     lists = _checked_ids(model, query, items)
@@ -328,7 +323,8 @@ def fitting_items(
 
 
 def _tokenised(tokenise: Callable[..., T], request: ScoreRequest, model: Model, query: str, items: Sequence[str | list[int]]) -> T:
-    """Tokenise texts within the bounds of the model and of the server."""
+    """Tokenise texts within the bounds of the model and of the server. Raises :class:`EmptyPromptError`, and
+    :class:`InvalidRequest` for prompts that are too long."""
     texts = [item for item in items if isinstance(item, str)]
     try:
         return tokenise(
@@ -351,7 +347,7 @@ MAX_ITEM_TOKENS = 1 << 15
 
 def read_likelihoods(request: ScoreRequest, model: Model, query: str | list[int], items: Sequence[str | list[int]]) -> Prepared:
     """Return the prompts of a request for likelihoods. Raises :class:`InvalidRequest`."""
-    _check_fields(request)
+    request.refuse(WITHOUT, "does not go with the readout `likelihood`, which is of the items' own tokens.")
     check_kinds(query, items)
     partial, refused = bool(request.partial_results), list[Refusal]()
     if partial:
@@ -373,18 +369,9 @@ def read_likelihoods(request: ScoreRequest, model: Model, query: str | list[int]
         ids = [*begin, *body]
         texts = [item if isinstance(item, str) else "" for item in items]
         # An empty item is refused below; a text in its place keeps its query and item from being an empty prompt.
-        rows = _own_tokens(ids, tokenise_texts(request, model, query, [text or "a" for text in texts]), end)
+        rows = _own_tokens(ids, _tokenised(tokenise_pairs, request, model, query, [text or "a" for text in texts]), end)
         rows = ([] if text == "" else row for text, row in zip(texts, rows, strict=True))
     return _prompts(model, ids, rows, places, refused, partial=partial)
-
-
-def _check_fields(request: ScoreRequest) -> None:
-    """Raise :class:`InvalidRequest` for fields that do not go with likelihoods."""
-    given = next((name for name in WITHOUT if getattr(request, name) not in (None, False)), None)
-    if given is not None:
-        raise InvalidRequest(
-            f"`{given}` does not go with the readout `likelihood`, which is of the items' own tokens.", param=given
-        )
 
 
 def _own_tokens(query: list[int], found: PrefixAndBranches, end: Sequence[int]) -> Iterator[list[int] | None]:
@@ -447,9 +434,7 @@ def read_pairs(request: ScoreRequest, model: Model, task: Task = "rerank") -> Pr
     """Read pairs of texts: one query with each document, or query and document number by number. ``task``: ``rerank``, or
     ``classify`` for an encoder that classifies pairs."""
     others = ("query", "labels", "label_token_ids") if _in_items(request) else ("query", "items", "labels", "label_token_ids")
-    given = [name for name in others if getattr(request, name) is not None]
-    if given:
-        raise InvalidRequest(f"`{given[0]}` does not go with `text_1` and `text_2`, whose labels the preset names.", param=given[0])
+    request.refuse(others, "does not go with `text_1` and `text_2`, whose labels the preset names.")
     queries, query_param = _one_of(request, *PAIRED_QUERIES)
     documents, param = _one_of(request, *PAIRED_DOCUMENTS, *(("items",) if _in_items(request) else ()))
     preset = preset_of(model, task)
@@ -561,7 +546,7 @@ def _read(request: ScoreRequest, model: Model) -> Prepared:
         if request.item_first:
             rows, suffix = item_first_prompts(request, model, query, items)
         elif isinstance(query, str):
-            prefix, rows = tokenise_texts(request, model, query, items)
+            prefix, rows = _tokenised(tokenise_pairs, request, model, query, items)
         else:
             prefix, rows = join_token_ids(model, query, items)
     except EmptyPromptError as error:
@@ -573,9 +558,7 @@ def _read(request: ScoreRequest, model: Model) -> Prepared:
 
 def _of_catalogue(request: ScoreRequest, model: Model) -> Prepared:
     """Read the query and the labels; no labels are read for a request that leaves them to the catalogue."""
-    given = next((name for name in (*WITHOUT_CATALOGUE, *ONLY_PAIRED) if getattr(request, name) not in (None, False)), None)
-    if given is not None:
-        raise InvalidRequest(f"`{given}` does not go with `catalogue`.", param=given)
+    request.refuse((*WITHOUT_CATALOGUE, *ONLY_PAIRED), "does not go with `catalogue`.")
     if request.readout == "likelihood":
         raise InvalidRequest("The readout `likelihood` goes with `query` and `items`.", param="readout")
     if request.query is None:

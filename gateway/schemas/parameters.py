@@ -94,6 +94,12 @@ class Parameters(msgspec.Struct, kw_only=True):
     timeout: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] | None = None
     """Time in seconds within which the whole answer is of use, streams included; after it the request ends with an error."""
 
+    def refuse(self, names: Iterable[str], why: str) -> None:
+        """Raise :class:`InvalidRequest` if one of the fields ``names`` is given: not null, false or 0. ``why`` follows its name."""
+        given = next((name for name in names if getattr(self, name) not in (None, False)), None)
+        if given is not None:
+            raise InvalidRequest(f"`{given}` {why}", param=given)
+
 
 @dataclass(frozen=True)
 class Refused:

@@ -6,7 +6,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from yardstick_llm.gateway.schemas.chat import MAX_TOOLS, FunctionName, TokenLogprob
+from yardstick_llm.gateway.schemas.chat import (
+    MAX_TOOLS,
+    FunctionDefinition,
+    FunctionName,
+    NamedFunction,
+    ReasoningEffort,
+    TokenLogprob,
+)
 from yardstick_llm.gateway.schemas.generation import MAX_LOGPROBS, TextRequest
 from yardstick_llm.gateway.schemas.parameters import EndpointName
 
@@ -14,7 +21,6 @@ MAX_ITEMS = 4096
 """Most items of a request. The event loop decodes as many of a stored response, which takes 3 ms."""
 
 Status = Literal["in_progress", "completed", "incomplete"]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class ItemPart(msgspec.Struct, omit_defaults=True):
@@ -80,17 +86,8 @@ class InputItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Part of messages of other servers; not used."""
 
 
-class FunctionTool(msgspec.Struct, tag_field="type", tag="function"):
+class FunctionTool(FunctionDefinition, tag_field="type", tag="function"):
     """A function that the model may call."""
-
-    name: FunctionName
-    """Up to 64 letters, digits, `_` and `-`."""
-    description: str | None = None
-    """Purpose of the function, for the model."""
-    parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments, an object."""
-    strict: bool | None = None
-    """The arguments of every call match `parameters` exactly."""
 
 
 class InputFormat(msgspec.Struct, omit_defaults=True):
@@ -131,16 +128,12 @@ class Namespace(msgspec.Struct, tag_field="type", tag="namespace"):
 AnyTool = FunctionTool | CustomTool | Namespace
 
 
-class ChosenFunction(msgspec.Struct, tag_field="type", tag="function"):
+class ChosenFunction(NamedFunction, tag_field="type", tag="function"):
     """Call this function."""
 
-    name: str
 
-
-class ChosenCustom(msgspec.Struct, tag_field="type", tag="custom"):
+class ChosenCustom(NamedFunction, tag_field="type", tag="custom"):
     """Call this custom tool."""
-
-    name: str
 
 
 class ChosenTools(msgspec.Struct, tag_field="type", tag="allowed_tools"):
@@ -177,7 +170,7 @@ class TextConfig(msgspec.Struct, omit_defaults=True):
 class Reasoning(msgspec.Struct):
     """Options of reasoning."""
 
-    effort: Effort | None = None
+    effort: ReasoningEffort | None = None
     """How much the model thinks, where its chat template reads this; `none` switches thinking off."""
     summary: Literal["auto", "detailed"] | None = None
     """Also return the text of reasoning items as `summary`, whole: nothing shortens it."""

@@ -19,7 +19,7 @@ from yardstick_llm.gateway.http.context import RequestContext
 from yardstick_llm.gateway.pool.adapters import AdapterModel
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.pool.replica import ServedModel
-from yardstick_llm.gateway.presets.preset import Fitted, Task
+from yardstick_llm.gateway.presets.preset import Preset, Task
 from yardstick_llm.gateway.requests.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -121,16 +121,13 @@ def _described(name: str, model: ServedModel) -> Model:
         capabilities=list(model.info.capabilities),
         model_type=kinds.get(task, "LLM" if writes else None),
         model_ability=["chat", "generate"] if writes else [],
-        preset=_preset(fitted, fallback=model.preset_is_fallback),
+        preset=None if fitted is None else _preset(fitted.preset, fallback=model.preset_is_fallback),
         lenvm_gamma=model.info.lenvm_gamma,
         lenvm_calibration=model.info.lenvm_calibration,
     )
 
 
-def _preset(fitted: Fitted | None, *, fallback: bool) -> PresetInfo | None:
-    if fitted is None:
-        return None
-    preset = fitted.preset
+def _preset(preset: Preset, *, fallback: bool) -> PresetInfo:
     return PresetInfo(
         name=preset.name,
         task=preset.task,

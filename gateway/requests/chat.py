@@ -43,7 +43,7 @@ from yardstick_llm.gateway.schemas.chat import (
     Tool,
     ToolChoice,
 )
-from yardstick_llm.gateway.schemas.common import ImagePart, MessagePart
+from yardstick_llm.gateway.schemas.common import ImagePart
 from yardstick_llm.gateway.schemas.generation import BULK, StructuredRequest
 from yardstick_llm.gateway.text.chat_template import ChatTemplateError
 from yardstick_llm.gateway.text.prepared import Ids, Prepared, TooManyTokens
@@ -584,17 +584,13 @@ def _texts(request: ChatRequest, variables: Mapping[str, Any] | None, tools: Seq
 
 def characters_of(messages: list[ChatMessage] | None) -> int:
     """Return the approximate number of characters in the texts of a conversation."""
-    return sum(map(_characters, messages or ()))
-
-
-def _characters(message: ChatMessage) -> int:
-    content = message.content or ""
-    return len(content) if isinstance(content, str) else sum(map(_part_characters, content))
-
-
-def _part_characters(part: MessagePart) -> int:
-    """Return the number of characters of a part; of an image, as many as take about the time that it takes."""
-    return IMAGE_CHARACTERS if isinstance(part, ImagePart) else len(part.text)
+    texts = 0
+    for message in messages or ():
+        content = message.content or ""
+        for part in [content] if isinstance(content, str) else content:
+            # of an image, as many as take about the time that it takes
+            texts += IMAGE_CHARACTERS if isinstance(part, ImagePart) else len(part if isinstance(part, str) else part.text)
+    return texts
 
 
 CHAT = Endpoint(

@@ -311,7 +311,10 @@ def _cohere_texts(request: CohereEmbedRequest) -> Iterator[str]:
 
 def _read(model: Model, task: Task, cuts: Truncation, given: Texts, param: str) -> Prepared:
     if not is_text(given):
-        check_uncut(cuts)
+        wrong = next((name for name in CUTS if getattr(cuts, name) not in (None, False, "NONE")), None)
+        if wrong is not None:
+            message = f"`{wrong}` goes with texts; token ids are complete prompts, so shorten them yourself."
+            raise InvalidRequest(message, param=wrong)
         prepared = read_prompts(model, given, param, at_most=MAX_TEXTS, sequences=0)
         for index, row in enumerate(prepared.rows):
             if not row:
@@ -323,13 +326,6 @@ def _read(model: Model, task: Task, cuts: Truncation, given: Texts, param: str) 
         return Prepared(rows, prefix, param=prepared.param)
     texts, _, _ = sorted_out(given, param, MAX_TEXTS)
     return Pairs(model, preset_of(model, task), cuts, param).prepared(texts)
-
-
-def check_uncut(cuts: Truncation) -> None:
-    """Raise :class:`InvalidRequest` for fields that would cut token ids, which are complete prompts."""
-    wrong = next((name for name in CUTS if getattr(cuts, name) not in (None, False, "NONE")), None)
-    if wrong is not None:
-        raise InvalidRequest(f"`{wrong}` goes with texts; token ids are complete prompts, so shorten them yourself.", param=wrong)
 
 
 def _light(given: Texts | None) -> bool:

@@ -65,7 +65,7 @@ class Seams(NamedTuple):
 
     rows: list[list[int]]
     suffix: list[int]
-    cut: bool = False
+    cut: bool
     """Whether the query was cut."""
 
 
@@ -155,16 +155,13 @@ class Frame:
     def seams(self, tails: Sequence[str], query: str | list[int], limit: int, bounds: Bounds) -> Seams:
         """Return the tokens of ``query`` behind each of ``tails``, which are distinct. Raises :class:`TooManyTokens`, and
         :class:`InvalidRequest` for more than ``bounds``."""
-        query, cut = self._shortened(query, self._max_query)
-        return self._seams(tails, query, limit, bounds)._replace(cut=cut)
-
-    def _seams(self, tails: Sequence[str], query: str | list[int], limit: int, bounds: Bounds) -> Seams:
+        query, shortened = self._shortened(query, self._max_query)
         if isinstance(query, list):
             shared = [*self._encode(self._query_left, limit), *query, *self._encode(self._query_right, limit), *self._after]
-            return Seams([self._encode(tail, limit) for tail in tails], shared)
+            return Seams([self._encode(tail, limit) for tail in tails], shared, shortened)
         text = self._query_left + query + self._query_right
         if not self._joined or not tails:
-            return Seams([[] for _ in tails], [*self._encode(text, limit), *self._after])
+            return Seams([[] for _ in tails], [*self._encode(text, limit), *self._after], shortened)
         cut = self._tokenizer.cut(text, last=False)
         if cut is None or not self._exact(tails[0] + text, len(tails[0]) + cut, limit):
             cut = len(text)
@@ -175,7 +172,7 @@ class Frame:
         # Tokens of the query that all rows end with belong to the suffix, so that an item's own tokens are what engines keep.
         shared_length = common_suffix(rows, len(self._encode(text[:cut], limit)))
         kept = [row[: len(row) - shared_length] for row in rows]
-        return Seams(kept, [*rows[0][len(rows[0]) - shared_length :], *rest])
+        return Seams(kept, [*rows[0][len(rows[0]) - shared_length :], *rest], shortened)
 
     def _shortened(self, text: str | list[int], most: int | None) -> tuple[str | list[int], bool]:
         """Return a text with at most ``most`` tokens, and whether it was cut."""

@@ -354,9 +354,13 @@ def pack(prepared: Prepared) -> Packed:
 
 async def unpack(packed: Packed) -> Prepared:
     """Convert from another process, in slices, so that the event loop serves other requests in between. The rows are arrays."""
-    rows, time_slice = [], TimeSlice()
-    for row in _rows(packed):
+    rows, start, time_slice = [], 0, TimeSlice()
+    for length in array("I", packed.lengths):
+        end = start + length * ID_BYTES
+        row = array("I")
+        row.frombytes(packed.ids[start:end])
         rows.append(row)
+        start = end
         if time_slice.over:
             await time_slice.yield_to_loop()
     prefix, suffix = array("I", packed.prefix), array("I", packed.suffix)
@@ -373,13 +377,3 @@ async def unpack(packed: Packed) -> Prepared:
     prepared.rows, prepared.prefix, prepared.suffix = rows, prefix, suffix
     prepared.response, prepared.images = packed.response, images
     return prepared
-
-
-def _rows(packed: Packed) -> Iterator[array[int]]:
-    start = 0
-    for length in array("I", packed.lengths):
-        end = start + length * ID_BYTES
-        row = array("I")
-        row.frombytes(packed.ids[start:end])
-        yield row
-        start = end

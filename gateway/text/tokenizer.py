@@ -344,7 +344,7 @@ class Tokenizer(Vocabulary):
         tokens = [self.table.spelled[begin:end] for begin, end in pairwise([0, *self._ends])]
 
         def encode(text: str) -> list[int]:
-            return self._encode(text, UNBOUNDED, add_special_tokens=False, parse_special_tokens=False)
+            return self.encode(text, add_special_tokens=False, parse_special_tokens=False)
 
         try:
             return GrammarCompiler(tokens, self._named, encode)
@@ -358,7 +358,14 @@ class Tokenizer(Vocabulary):
 
         Raises :class:`TooManyTokens` for more than ``limit`` ids, without encoding all of a long text.
         """
-        return self._encode(text, limit, add_special_tokens, parse_special_tokens)
+        self._library.encode_special_tokens = not parse_special_tokens
+        if len(text) <= SLICE_CHARACTERS:
+            ids = self._whole(text, add_special_tokens)
+        else:
+            ids = self._sliced(text, limit, add_special_tokens)
+        if len(ids) > limit:
+            raise TooManyTokens(len(ids), exact=True)
+        return ids
 
     def encode_marked(self, text: Marked, *, limit: int = UNBOUNDED, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of a rendered chat template: marked control tokens, which come from users, are plain text, and unmarked
@@ -366,7 +373,8 @@ class Tokenizer(Vocabulary):
         if not text.mark:
             return self.encode(text.text, limit=limit, add_special_tokens=add_special_tokens)
         plain, own = self.lift(text)
-        return self.restore(self._encode(plain, limit, add_special_tokens, parse_special_tokens=False), own)
+        ids = self.encode(plain, limit=limit, add_special_tokens=add_special_tokens, parse_special_tokens=False)
+        return self.restore(ids, own)
 
     def spelled(self, ids: list[int]) -> list[str]:
         """Return the spelling of each token in ``tokenizer.json``, such as ``Ġred`` or ``<0xE2>``; empty for an id without one."""
@@ -482,16 +490,6 @@ class Tokenizer(Vocabulary):
                 return joined, True
             room -= excess  # tokens at the seam, and of ends that are divided otherwise than in the text
         return "", True
-
-    def _encode(self, text: str, limit: int, add_special_tokens: bool, parse_special_tokens: bool) -> list[int]:
-        self._library.encode_special_tokens = not parse_special_tokens
-        if len(text) <= SLICE_CHARACTERS:
-            ids = self._whole(text, add_special_tokens)
-        else:
-            ids = self._sliced(text, limit, add_special_tokens)
-        if len(ids) > limit:
-            raise TooManyTokens(len(ids), exact=True)
-        return ids
 
     def _whole(self, text: str, add_special_tokens: bool) -> list[int]:
         ids, parses = None, not self._library.encode_special_tokens

@@ -12,8 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from litestar.connection import ASGIConnection
-
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.errors import (
     ClientGone,
@@ -25,7 +23,7 @@ from yardstick_llm.gateway.errors import (
     RateLimited,
     RequestTimeout,
 )
-from yardstick_llm.gateway.http.context import CachePolicy, RequestContext
+from yardstick_llm.gateway.http.context import AnyRequest, CachePolicy, RequestContext
 from yardstick_llm.gateway.keys import PRIORITY_RANGE
 from yardstick_llm.gateway.limits.limiter import CONCURRENCY, RATES, Cost, Lease, Limiter, Verdict, too_much, used
 from yardstick_llm.gateway.ops.metrics import Telemetry
@@ -42,38 +40,32 @@ ANY_ADAPTER = ":*"
 """Ends an entry of a key's ``models`` that stands for all adapters of the model before it."""
 
 
-def visible_models(connection: ASGIConnection, pool: Pool) -> dict[str, ServedModel]:  # type: ignore[type-arg]
+def visible_models(request: AnyRequest, pool: Pool) -> dict[str, ServedModel]:
     """Return the models that the client may use, by each name that it may send, in alphabetical order."""
     models = {model.name: model for model in pool.models}
     aliases = {alias: models[real] for alias, real in pool.names.aliases.items() if real in models}
     named = {**pool.adapters.listed(), **models, **aliases}
-    return {name: named[name] for name in sorted(named) if _may_use(connection, pool, name)}
+    return {name: named[name] for name in sorted(named) if _may_use(request, pool, name)}
 
 
-def requested_model(
-    connection: ASGIConnection,  # type: ignore[type-arg]
-    pool: Pool,
-    name: str | None,
-    *,
-    falls_back: bool = False,
-) -> ServedModel:
+def requested_model(request: AnyRequest, pool: Pool, name: str | None, *, falls_back: bool = False) -> ServedModel:
     """Return the model called ``name``; None means the only model that the client may use. A model that the client may not use is
     reported as unknown. The model's name is recorded in the account of the request's context.
 
     With ``falls_back``, a model without a ready engine is replaced by its fallback, if that has one and the client may use it; a
     header of the response names the fallback. Raises :class:`ModelNotFound`, :class:`InvalidRequest`, :class:`NotReady`.
     """
-    context = RequestContext.of(connection)
-    asked = _asked(connection, pool, name)
+    context = RequestContext.of(request)
+    asked = _asked(request, pool, name)
     try:
         model = pool.model(asked)
     except (ModelNotFound, NotReady) as error:
-        found = pool.fallback(asked, lambda name: _may_use(connection, pool, name)) if falls_back and asked else None
+        found = pool.fallback(asked, lambda name: _may_use(request, pool, name)) if falls_back and asked else None
         if found is None:
-            raise _for_key(connection, error, asked) from None
+            raise _for_key(request, error, asked) from None
     else:
         ready = model.has_ready or not falls_back
-        found = None if ready else pool.fallback(model.name, lambda name: _may_use(connection, pool, name))
+        found = None if ready else pool.fallback(model.name, lambda name: _may_use(request, pool, name))
     if found is not None:
         context.headers.append((b"x-yardstick-fallback", quote(found.name).encode()))
         model = found
@@ -82,22 +74,22 @@ def requested_model(
     return model
 
 
-def _asked(connection: ASGIConnection, pool: Pool, name: str | None) -> str | None:  # type: ignore[type-arg]
+def _asked(request: AnyRequest, pool: Pool, name: str | None) -> str | None:
     """Return the name to look up; None for the only model. Raises :class:`ModelNotFound`, :class:`InvalidRequest`."""
-    allowed = _allowed(connection)
+    allowed = _allowed(request)
     if allowed is None:
         return name
     if name is None and (len(allowed) > 1 or allowed[0].endswith(ANY_ADAPTER)):
         raise InvalidRequest(f"This key may use several models; set `model` to one of {_listed(allowed)}.", param="model")
     asked = allowed[0] if name is None else name
-    if not _may_use(connection, pool, asked):
+    if not _may_use(request, pool, asked):
         raise _unknown(asked, allowed)
     return asked
 
 
-def _for_key(connection: ASGIConnection, error: GatewayError, asked: str | None) -> GatewayError:  # type: ignore[type-arg]
+def _for_key(request: AnyRequest, error: GatewayError, asked: str | None) -> GatewayError:
     """Return ``error``, or one that does not name models that the key may not use."""
-    allowed = _allowed(connection)
+    allowed = _allowed(request)
     return error if allowed is None or asked is None or not isinstance(error, ModelNotFound) else _unknown(asked, allowed)
 
 
@@ -106,10 +98,10 @@ def _unknown(asked: str, allowed: list[str]) -> ModelNotFound:
     return ModelNotFound(message, param="model")
 
 
-def _may_use(connection: ASGIConnection, pool: Pool, name: str) -> bool:  # type: ignore[type-arg]
+def _may_use(request: AnyRequest, pool: Pool, name: str) -> bool:
     """Whether the client may use the model called ``name``. A key for a model may use its aliases; a key for an alias may use the
     model by this name only."""
-    allowed = _allowed(connection)
+    allowed = _allowed(request)
     return allowed is None or name in allowed or pool.names.real(name) in allowed or _may_use_adapter(allowed, pool, name)
 
 
@@ -125,8 +117,8 @@ def _may_use_adapter(allowed: list[str], pool: Pool, name: str) -> bool:
     return found.name in allowed and pool.adapters.reference(found.name) == found
 
 
-def _allowed(connection: ASGIConnection) -> list[str] | None:  # type: ignore[type-arg]
-    key = RequestContext.of(connection).key
+def _allowed(request: AnyRequest) -> list[str] | None:
+    key = RequestContext.of(request).key
     return None if key is None else key.models
 
 
@@ -134,11 +126,11 @@ def _listed(names: list[str]) -> str:
     return ", ".join(repr(name) for name in sorted(names))
 
 
-def caller_of(connection: ASGIConnection, *, cache_salt: str | None = None) -> wire.Caller:  # type: ignore[type-arg]
+def caller_of(request: AnyRequest, *, cache_salt: str | None = None) -> wire.Caller:
     """Return the caller for messages to engines. ``cache_salt`` is the client's own. ``Cache-Control: no-store`` keeps the prompt
     out of engines' prefix caches."""
-    context = RequestContext.of(connection)
-    keeps = CachePolicy.of(connection).write
+    context = RequestContext.of(request)
+    keeps = CachePolicy.of(request).write
     key = context.key
     if key is None:
         return wire.Caller(context.id.decode(), cache_salt=salt_of(b"", cache_salt), keep_prefix=keeps)
@@ -155,12 +147,12 @@ def salt_of(group: bytes, cache_salt: str | None) -> str:
     return hashlib.blake2b(cache_salt.encode(), digest_size=16, key=group, person=b"yardstick-salt").hexdigest()
 
 
-def priority_of(connection: ASGIConnection, priority: int | None) -> int:  # type: ignore[type-arg]
+def priority_of(request: AnyRequest, priority: int | None) -> int:
     """Return the priority of a request that asks for ``priority``. The default is 0, or the number nearest to 0 in the key's range.
 
     Raises :class:`InvalidRequest` for a priority outside the range.
     """
-    key = RequestContext.of(connection).key
+    key = RequestContext.of(request).key
     least, most = PRIORITY_RANGE if key is None else (key.priority_min, key.priority_max)
     if priority is None:
         return min(max(0, least), most)
@@ -181,25 +173,18 @@ class Quotas:
         self._limiter = limiter
         self._telemetry = telemetry
 
-    async def charge(self, connection: ASGIConnection, *, tokens: int, items: int = 0) -> Lease | None:  # type: ignore[type-arg]
+    async def charge(self, request: AnyRequest, *, tokens: int, items: int = 0) -> Lease | None:
         """Take one request with ``tokens``: those of its prompts plus the most that its answers may have.
 
         The lease is settled when the request ends (:func:`gateway.limits.limiter.used`). The caller records in it the messages to
         engines and the used tokens. Returns None if the key has no limits. Raises :class:`RateLimited`.
         """
-        return await self._charge(RequestContext.of(connection), Cost(1, tokens, items))
+        return await self._charge(RequestContext.of(request), Cost(1, tokens, items))
 
-    async def reserve(
-        self,
-        connection: ASGIConnection,  # type: ignore[type-arg]
-        *,
-        tokens: int = 0,
-        items: int = 0,
-        fetches: bool = False,
-    ) -> None:
+    async def reserve(self, request: AnyRequest, *, tokens: int = 0, items: int = 0, fetches: bool = False) -> None:
         """Take one request before a text worker reads it, and before images are fetched for it, with the least that it may cost.
         :meth:`charge` takes the rest, from the same lease. Raises :class:`RateLimited`."""
-        lease = await self.charge(connection, tokens=tokens, items=items)
+        lease = await self.charge(request, tokens=tokens, items=items)
         if lease is not None:
             lease.read = True
             lease.fetched |= fetches

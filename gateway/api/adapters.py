@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
-from litestar import Request, Response
+from litestar import Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
@@ -16,7 +16,7 @@ from yardstick_llm.gateway.api.answers import JsonResponse
 from yardstick_llm.gateway.api.openapi import Body
 from yardstick_llm.gateway.api.reader import post_json
 from yardstick_llm.gateway.errors import BodyTooLarge, ModelNotFound, NotPermitted
-from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.http.context import AnyRequest, RequestContext
 from yardstick_llm.gateway.pool.adapters import Reference
 from yardstick_llm.gateway.pool.loading import AdapterManager, Outcome
 from yardstick_llm.gateway.pool.pool import Pool
@@ -95,7 +95,7 @@ def adapter_routes(pool: Pool, manager: AdapterManager, quotas: Quotas) -> list[
         return await asyncio.shield(task)
 
     @post_json("/v1/load_lora_adapter", "adapters")
-    async def load(request: Request[Any, Any, Any], data: JSONBody[Body[LoadAdapterRequest]]) -> Response[AdapterOperation]:
+    async def load(request: AnyRequest, data: JSONBody[Body[LoadAdapterRequest]]) -> Response[AdapterOperation]:
         """Load a LoRA adapter on all engines of a model, and on those that join later. Needs a key with `admin`.
 
         The answer comes when every engine has checked and loaded it. If none can, nothing changes.
@@ -107,7 +107,7 @@ def adapter_routes(pool: Pool, manager: AdapterManager, quotas: Quotas) -> list[
         return _answer(Reference(base, fields.lora_name), outcome)
 
     @post_json("/v1/unload_lora_adapter", "adapters")
-    async def unload(request: Request[Any, Any, Any], data: JSONBody[Body[UnloadAdapterRequest]]) -> Response[AdapterOperation]:
+    async def unload(request: AnyRequest, data: JSONBody[Body[UnloadAdapterRequest]]) -> Response[AdapterOperation]:
         """Unload a LoRA adapter from all engines of a model. Needs a key with `admin`.
 
         Requests in progress end with its weights; new ones are answered 404.
@@ -120,7 +120,7 @@ def adapter_routes(pool: Pool, manager: AdapterManager, quotas: Quotas) -> list[
     return [load, unload]
 
 
-def _read(request: Request[Any, Any, Any], body: Body[T], decoder: BodyDecoder[T]) -> T:
+def _read(request: AnyRequest, body: Body[T], decoder: BodyDecoder[T]) -> T:
     """Return the request. Raises :class:`NotPermitted`, :class:`InvalidRequest`, :class:`BodyTooLarge`."""
     context = RequestContext.of(request)
     if context.key is not None and not context.key.admin:

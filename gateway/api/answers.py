@@ -16,12 +16,12 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
-from litestar import Request, Response
+from litestar import Response
 from litestar.types import Receive, Scope, Send
 
 from yardstick_llm.gateway.errors import ClientGone, GatewayError, InternalError
 from yardstick_llm.gateway.http.connection import Cycle, Incoming
-from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.http.context import AnyRequest, RequestContext
 from yardstick_llm.gateway.process.event_loop import TimeSlice
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class EventStream(_SentHere[Any]):
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
-        request: Request[Any, Any, Any],
+        request: AnyRequest,
         keepalive_seconds: float,
         failure: Callable[[GatewayError], bytes] | None = None,
         handle: StreamHandle | None = None,

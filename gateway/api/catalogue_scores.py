@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
-from litestar import Request, Response
+from litestar import Response
 
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.api.access import caller_of, priority_of, requested_model
@@ -27,7 +27,7 @@ from yardstick_llm.gateway.api.openapi import Body
 from yardstick_llm.gateway.api.reader import INLINE_BYTES, Reading
 from yardstick_llm.gateway.api.scoring import LabelForm, ScoreAnswer, Scoring, check_score, fitted_of, per_event
 from yardstick_llm.gateway.errors import InvalidRequest
-from yardstick_llm.gateway.http.context import CachePolicy, RequestContext
+from yardstick_llm.gateway.http.context import AnyRequest, CachePolicy, RequestContext
 from yardstick_llm.gateway.limits.limiter import Lease
 from yardstick_llm.gateway.pool.fanout import Prompts
 from yardstick_llm.gateway.pool.placement import cut
@@ -79,7 +79,7 @@ class Result:
 class Scan:
     """A request for all items of a catalogue, and what it has cost so far."""
 
-    request: Request[Any, Any, Any]
+    request: AnyRequest
     body: Reading[Any]
     state: State
     model: ServedModel
@@ -108,7 +108,7 @@ class Scanner:
     bounds: Bounds
     scoring: Scoring
 
-    async def find(self, request: Request[Any, Any, Any], name: str, ids: Sequence[str], asked: str | None) -> Named:
+    async def find(self, request: AnyRequest, name: str, ids: Sequence[str], asked: str | None) -> Named:
         """Return items. ``asked``: the request's ``model``. Raises :class:`GatewayError`."""
         spec, records = await self.catalogues.find(owner_of(request), name, ids)
         return Named(self._model(request, name, spec, asked), spec, ids, records)
@@ -121,12 +121,7 @@ class Scanner:
         return prepared
 
     async def open(
-        self,
-        request: Request[Any, Any, Any],
-        data: Body[Any],
-        body: Reading[ScoreRequest] | Reading[RerankRequest],
-        *,
-        relative: bool,
+        self, request: AnyRequest, data: Body[Any], body: Reading[ScoreRequest] | Reading[RerankRequest], *, relative: bool
     ) -> Scan:
         """Begin a request for a whole catalogue. Raises :class:`GatewayError` for one that cannot be answered within bounds."""
         fields, size = body.fields, len(data.content)
@@ -222,7 +217,7 @@ class Scanner:
             scan.lease.used_tokens = scan.tokens
         return [Result(first + place, id, row) for place, (id, row) in enumerate(zip(ids, scores.rows, strict=True))]
 
-    def _model(self, request: Request[Any, Any, Any], name: str, spec: Spec, asked: str | None) -> ServedModel:
+    def _model(self, request: AnyRequest, name: str, spec: Spec, asked: str | None) -> ServedModel:
         """Return the model of a catalogue, or the adapter of that model that the client asks for. Raises :class:`GatewayError`,
         also if the client asks for another model."""
         model = requested_model(request, self.pool, spec.model if asked is None else asked)
@@ -355,7 +350,7 @@ class _Form:
 
 
 async def score_catalogue(
-    scanner: Scanner, request: Request[Any, Any, Any], data: Body[ScoreRequest], body: Reading[ScoreRequest]
+    scanner: Scanner, request: AnyRequest, data: Body[ScoreRequest], body: Reading[ScoreRequest]
 ) -> Response[ScoreAnswer]:
     """Score all items of a catalogue. Raises :class:`GatewayError`."""
     fields, id = body.fields, f"score-{new_id()}"
@@ -385,7 +380,7 @@ async def score_catalogue(
 
 
 async def rerank_catalogue(
-    scanner: Scanner, request: Request[Any, Any, Any], data: Body[RerankRequest], body: Reading[RerankRequest]
+    scanner: Scanner, request: AnyRequest, data: Body[RerankRequest], body: Reading[RerankRequest]
 ) -> Response[RerankResponse]:
     """Rank all items of a catalogue. Raises :class:`GatewayError`."""
     fields, id = body.fields, f"rerank-{new_id()}"
@@ -436,7 +431,7 @@ async def _events(scanner: Scanner, scan: Scan, form: _Form, top_n: int) -> Asyn
     yield DONE
 
 
-def preset_of(request: Request[Any, Any, Any], model: ServedModel, spec: Spec) -> Fitted | None:
+def preset_of(request: AnyRequest, model: ServedModel, spec: Spec) -> Fitted | None:
     """Return the preset that a catalogue was created with; None for one with its own template. It is still that of the base model,
     as :func:`check_text` makes sure. Raises :class:`InvalidRequest` for an adapter with another one."""
     if not spec.preset:

@@ -11,11 +11,10 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
-from litestar import Request, Response, delete, get
-from litestar.connection import ASGIConnection
+from litestar import Response, delete, get
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, FromQuery, JSONBody
 
@@ -33,7 +32,7 @@ from yardstick_llm.gateway.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.http.context import AnyRequest, RequestContext
 from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.pool.replica import ServedModel
@@ -174,15 +173,15 @@ class Catalogues:
             raise StoreFull(f"There is no room: {reason}.{stored} Delete items or catalogues.") from None
 
 
-def owner_of(connection: ASGIConnection) -> str:  # type: ignore[type-arg]
+def owner_of(request: AnyRequest) -> str:
     """Return the owner of a client's catalogues: its trust group."""
-    key = RequestContext.of(connection).key
+    key = RequestContext.of(request).key
     return "" if key is None else key.cache_salt
 
 
-def check_may_write(connection: ASGIConnection) -> None:  # type: ignore[type-arg]
+def check_may_write(request: AnyRequest) -> None:
     """Raise :class:`NotPermitted` if the key must not change catalogues."""
-    key = RequestContext.of(connection).key
+    key = RequestContext.of(request).key
     if key is not None and key.catalogues != "write":
         raise NotPermitted('This API key may not change catalogues; use one whose `catalogues` is "write".')
 
@@ -210,9 +209,7 @@ def catalogue_routes(pool: Pool, reader: Reader, catalogues: Catalogues, quotas:
     store, space = catalogues.store, catalogues.space
 
     @put_json(f"{PATH}/{{name:str}}", "catalogues")
-    async def create(
-        request: Request[Any, Any, Any], name: FromPath[str], data: JSONBody[Body[CatalogueRequest]]
-    ) -> Response[CatalogueBody]:
+    async def create(request: AnyRequest, name: FromPath[str], data: JSONBody[Body[CatalogueRequest]]) -> Response[CatalogueBody]:
         """Create a catalogue of items that requests score by their ids. Repeating the request changes nothing."""
         check_may_write(request)
         if not NAME.fullmatch(name):
@@ -248,9 +245,7 @@ def catalogue_routes(pool: Pool, reader: Reader, catalogues: Catalogues, quotas:
         return JsonResponse(_described(state))
 
     @put_json(f"{PATH}/{{name:str}}/items", "catalogues")
-    async def register(
-        request: Request[Any, Any, Any], name: FromPath[str], data: JSONBody[Body[ItemsRequest]]
-    ) -> Response[RegisteredItems]:
+    async def register(request: AnyRequest, name: FromPath[str], data: JSONBody[Body[ItemsRequest]]) -> Response[RegisteredItems]:
         """Add or replace up to 2,000 items: a JSON array, or JSON lines. The answer comes when every gateway sees them.
 
         If there is no room for all of them, the first ones are registered.
@@ -282,7 +277,7 @@ def catalogue_routes(pool: Pool, reader: Reader, catalogues: Catalogues, quotas:
         )
 
     @get(PATH, responses=READ_ERRORS, operation_class=ApiOperation, tags=["catalogues"])
-    async def list_all(request: Request[Any, Any, Any]) -> CatalogueList:
+    async def list_all(request: AnyRequest) -> CatalogueList:
         """List the catalogues of the key's trust group. It does not count towards the key's limits."""
         owner, found = owner_of(request), []
         with catalogues.errors("all"):
@@ -293,16 +288,13 @@ def catalogue_routes(pool: Pool, reader: Reader, catalogues: Catalogues, quotas:
         return CatalogueList(data=found)
 
     @get(f"{PATH}/{{name:str}}", responses=READ_ERRORS, operation_class=ApiOperation, tags=["catalogues"])
-    async def describe(request: Request[Any, Any, Any], name: FromPath[str]) -> CatalogueBody:
+    async def describe(request: AnyRequest, name: FromPath[str]) -> CatalogueBody:
         """Describe a catalogue: its form, and how much it holds. It does not count towards the key's limits."""
         return _described(await catalogues.describe(owner_of(request), name))
 
     @get(f"{PATH}/{{name:str}}/items", responses=READ_ERRORS, operation_class=ApiOperation, tags=["catalogues"])
     async def list_items(
-        request: Request[Any, Any, Any],
-        name: FromPath[str],
-        limit: FromQuery[str] = str(PAGE_ITEMS),
-        after: FromQuery[str] = "0",
+        request: AnyRequest, name: FromPath[str], limit: FromQuery[str] = str(PAGE_ITEMS), after: FromQuery[str] = "0"
     ) -> ItemPage:
         """List items in the order of their last change: at most `limit` (1 to 1000), from `next` of the page before, `after`, on. A
         page may have fewer although more follow; `next` tells."""
@@ -317,7 +309,7 @@ def catalogue_routes(pool: Pool, reader: Reader, catalogues: Catalogues, quotas:
         return ItemPage(data=items, next=None if found.next is None else str(found.next))
 
     @delete(f"{PATH}/{{name:str}}", status_code=200, responses=WRITE_ERRORS, operation_class=ApiOperation, tags=["catalogues"])
-    async def remove(request: Request[Any, Any, Any], name: FromPath[str]) -> DeletedCatalogue:
+    async def remove(request: AnyRequest, name: FromPath[str]) -> DeletedCatalogue:
         """Delete a catalogue and its items."""
         check_may_write(request)
         await quotas.charge(request, tokens=0)
@@ -328,11 +320,7 @@ def catalogue_routes(pool: Pool, reader: Reader, catalogues: Catalogues, quotas:
     @delete(
         f"{PATH}/{{name:str}}/items", status_code=200, responses=WRITE_ERRORS, operation_class=ApiOperation, tags=["catalogues"]
     )
-    async def remove_items(
-        request: Request[Any, Any, Any],
-        name: FromPath[str],
-        id: FromQuery[list[str] | None] = None,
-    ) -> DeletedItems:
+    async def remove_items(request: AnyRequest, name: FromPath[str], id: FromQuery[list[str] | None] = None) -> DeletedItems:
         """Delete the items that the parameters `id` name, at least one and at most 100. Ids that the catalogue does not have are no
         error."""
         check_may_write(request)

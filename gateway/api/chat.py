@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
-from litestar import Request, Response
+from litestar import Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
@@ -27,6 +27,7 @@ from yardstick_llm.gateway.generation.length import (
 )
 from yardstick_llm.gateway.generation.plan import check, plan
 from yardstick_llm.gateway.generation.sequence import Piece, Token
+from yardstick_llm.gateway.http.context import AnyRequest
 from yardstick_llm.gateway.output.parser import Call, CallArguments, CallBegin, Content, Part, Reasoning, joined
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.pool.replica import ServedModel
@@ -238,7 +239,7 @@ def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHan
     """Create the route."""
 
     @post_json("/v1/chat/completions", "generation")
-    async def chat(request: Request[Any, Any, Any], data: JSONBody[Body[ChatRequest]]) -> Response[ChatCompletion]:
+    async def chat(request: AnyRequest, data: JSONBody[Body[ChatRequest]]) -> Response[ChatCompletion]:
         """Answer a conversation.
 
         With `stream` the answer is a stream of server-sent events, each with the `delta` of an answer, and `[DONE]` at the end.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
 
-from litestar import Request, Response
+from litestar import Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
@@ -20,6 +19,7 @@ from yardstick_llm.gateway.generation.generation import TOKEN_IDS, Generation, P
 from yardstick_llm.gateway.generation.length import gamma_of_values, guidance_of, refuse_sections, remaining_tokens
 from yardstick_llm.gateway.generation.plan import check, plan
 from yardstick_llm.gateway.generation.sequence import Piece, Token
+from yardstick_llm.gateway.http.context import AnyRequest
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.pool.replica import ServedModel
 from yardstick_llm.gateway.requests.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
@@ -34,7 +34,7 @@ def completion_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRo
     """Create the route."""
 
     @post_json("/v1/completions", "generation")
-    async def complete(request: Request[Any, Any, Any], data: JSONBody[Body[CompletionRequest]]) -> Response[Completion]:
+    async def complete(request: AnyRequest, data: JSONBody[Body[CompletionRequest]]) -> Response[Completion]:
         """Continue prompts.
 
         With `stream` the answer is a stream of server-sent events, each a completion with what is new, and `[DONE]` at the end.

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from litestar import Request, Response, get
+from litestar import Response, get
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 
 import yardstick_llm.gateway.console
 from yardstick_llm.gateway.errors import NotFound
 from yardstick_llm.gateway.http.connection import Incoming
+from yardstick_llm.gateway.http.context import AnyRequest
 
 FOLDER = Path(yardstick_llm.gateway.console.__file__).parent
 PAGE = "index.html"
@@ -49,12 +49,12 @@ def console_routes() -> list[HTTPRouteHandler]:
     front = files[PAGE]
 
     @get("/", include_in_schema=False)
-    async def page(request: Request[Any, Any, Any]) -> Response[bytes]:
+    async def page(request: AnyRequest) -> Response[bytes]:
         """Serve the page."""
         return _answer(request, front)
 
     @get("/console/{name:str}", include_in_schema=False)
-    async def asset(request: Request[Any, Any, Any], name: FromPath[str]) -> Response[bytes]:
+    async def asset(request: AnyRequest, name: FromPath[str]) -> Response[bytes]:
         """Serve one file that the page loads."""
         if name not in files or name == PAGE:
             raise NotFound("The web console has no such file.")
@@ -73,7 +73,7 @@ def _read(path: Path) -> File:
     return File(content, MEDIA_TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 
 
-def _answer(request: Request[Any, Any, Any], file: File) -> Response[bytes]:
+def _answer(request: AnyRequest, file: File) -> Response[bytes]:
     """Return the file, or 304 if the browser has it."""
     headers = HEADERS | {"etag": file.etag}
     known = Incoming.of(request.scope).headers.get(b"if-none-match", b"").decode("latin-1")

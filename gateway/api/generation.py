@@ -10,13 +10,13 @@ from functools import cached_property
 from typing import Any
 
 import msgspec
-from litestar import Request, Response
+from litestar import Response
 
 from yardstick_llm.gateway.api.access import Quotas
 from yardstick_llm.gateway.api.answers import DONE, EventStream, JsonResponse, StreamHandle, sse, while_connected
 from yardstick_llm.gateway.generation.generation import DirectWriter, Generation, PromptOutput, check_size, prompt_output, run_all
 from yardstick_llm.gateway.generation.sequence import Piece, Token
-from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.http.context import AnyRequest, RequestContext
 from yardstick_llm.gateway.limits.limiter import NOTHING, Cost, Lease
 from yardstick_llm.gateway.ops.access_log import Account
 from yardstick_llm.gateway.ops.metrics import Telemetry
@@ -114,7 +114,7 @@ class Generator:
     keepalive_seconds: float
 
     async def respond(
-        self, request: Request[Any, Any, Any], generations: list[Generation], answer: Answer, fields: GenerationRequest
+        self, request: AnyRequest, generations: list[Generation], answer: Answer, fields: GenerationRequest
     ) -> Response[Any]:
         """Charge the quota, run ``generations`` and respond as ``fields`` request: with a stream or a whole answer, and with or
         without token counts. Raises :class:`GatewayError` for failures before the first event."""
@@ -139,7 +139,7 @@ class Generator:
 
     async def _events(
         self,
-        request: Request[Any, Any, Any],
+        request: AnyRequest,
         generations: list[Generation],
         answer: Answer,
         lease: Lease | None,
@@ -246,7 +246,7 @@ class _DirectWriter(DirectWriter):
         writer.write(around[0] + text + around[1])
 
 
-def show_forecast(request: Request[Any, Any, Any], generations: list[Generation]) -> None:
+def show_forecast(request: AnyRequest, generations: list[Generation]) -> None:
     """Name the expected output tokens of all sequences in a header, if engines forecast those of each prompt. Before the response
     begins; in a stream of several prompts, those that have begun count."""
     begun = [generation for generation in generations if generation.forecast_tokens]

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
-from litestar import Request, Response, get
+from litestar import Response, get
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import Scope
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -15,6 +13,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from yardstick_llm.gateway.errors import GatewayError, NotReady
 from yardstick_llm.gateway.http.auth import KeyRing, key_of
 from yardstick_llm.gateway.http.connection import Incoming
+from yardstick_llm.gateway.http.context import AnyRequest
 from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.process.event_loop import TimeSlice
@@ -80,7 +79,7 @@ def health_routes(
         return Version(version=number)
 
     @get("/metrics", media_type="text/plain", tags=["operation"])
-    async def metrics(request: Request[Any, Any, Any]) -> Response[bytes]:
+    async def metrics(request: AnyRequest) -> Response[bytes]:
         """Report the metrics in Prometheus's text format, or as OpenMetrics, which has exemplars, if `Accept` asks for it. Metrics
         that name API keys or engines need a key with `admin`, unless a setting shows them to everybody."""
         open_metrics = b"application/openmetrics-text" in Incoming.of(request.scope).headers.get(b"accept", b"")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
-from litestar import Request, Response, get
+from litestar import Response, get
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, FromQuery, JSONBody
 
@@ -15,7 +15,7 @@ from yardstick_llm.gateway.api.answers import encoded
 from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation, Body
 from yardstick_llm.gateway.api.reader import Reader, post_json
 from yardstick_llm.gateway.errors import ModelNotFound
-from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.http.context import AnyRequest, RequestContext
 from yardstick_llm.gateway.pool.adapters import AdapterModel
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.pool.replica import ServedModel
@@ -91,12 +91,12 @@ def model_routes(pool: Pool) -> list[HTTPRouteHandler]:
     """Create the routes."""
 
     @get("/v1/models", responses=READ_ERRORS, operation_class=ApiOperation, tags=["models"])
-    async def list_models(request: Request[Any, Any, Any]) -> ModelList:
+    async def list_models(request: AnyRequest) -> ModelList:
         """List the models that are served here and that the key may use."""
         return ModelList(data=[_described(name, model) for name, model in visible_models(request, pool).items()])
 
     @get("/v1/models/{model:path}", responses=READ_ERRORS, operation_class=ApiOperation, tags=["models"])
-    async def show_model(request: Request[Any, Any, Any], model: FromPath[str]) -> Model:
+    async def show_model(request: AnyRequest, model: FromPath[str]) -> Model:
         """Describe one model."""
         name = model.removeprefix("/")
         found = visible_models(request, pool).get(name)
@@ -142,7 +142,7 @@ def tokenize_routes(pool: Pool, reader: Reader, quotas: Quotas, workers: Workers
     """Create the routes. No engine takes part: the text workers read the requests and encode the responses."""
 
     @post_json(["/tokenize", "/v1/tokenize"], "tokens")
-    async def tokenize(request: Request[Any, Any, Any], data: JSONBody[Body[TokenizeRequest]]) -> Response[TokenizeResponse]:
+    async def tokenize(request: AnyRequest, data: JSONBody[Body[TokenizeRequest]]) -> Response[TokenizeResponse]:
         """Convert a text or a conversation to token ids.
 
         The ids are those that `/v1/completions` and `/v1/chat/completions` use for the same `prompt` or `messages`. A text may be
@@ -153,20 +153,20 @@ def tokenize_routes(pool: Pool, reader: Reader, quotas: Quotas, workers: Workers
         return await _charged(request, prepared)
 
     @post_json(["/detokenize", "/v1/detokenize"], "tokens")
-    async def detokenize(request: Request[Any, Any, Any], data: JSONBody[Body[DetokenizeRequest]]) -> Response[DetokenizeResponse]:
+    async def detokenize(request: AnyRequest, data: JSONBody[Body[DetokenizeRequest]]) -> Response[DetokenizeResponse]:
         """Convert token ids to text, with special tokens."""
         body = await reader.body(request, DetokenizeRequest, data)
         prepared = await body.read(requested_model(request, pool, body.fields.model))
         return await _charged(request, prepared)
 
-    async def _charged(request: Request[Any, Any, Any], prepared: Prepared) -> Response[Any]:
+    async def _charged(request: AnyRequest, prepared: Prepared) -> Response[Any]:
         """Charge the tokens like those of a prompt, and respond with the body that the reader has encoded."""
         RequestContext.of(request).account.prompt_tokens = prepared.tokens
         await quotas.charge(request, tokens=prepared.tokens)
         return encoded(prepared.response)
 
     @get("/tokenizer_info", responses=READ_ERRORS, operation_class=ApiOperation, tags=["tokens"])
-    async def tokenizer_info(request: Request[Any, Any, Any], model: FromQuery[str | None] = None) -> TokenizerInfo:
+    async def tokenizer_info(request: AnyRequest, model: FromQuery[str | None] = None) -> TokenizerInfo:
         """Describe the tokeniser of `model`, which is optional if only one is served: its special tokens and its chat template."""
         served = requested_model(request, pool, model)
         files = workers.files(served.text)

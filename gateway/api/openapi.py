@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
-from litestar import Request, Response, get
+from litestar import Response, get
 from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.config import OpenAPIConfig
 from litestar.openapi.datastructures import ResponseSpec
@@ -25,6 +25,7 @@ from litestar.typing import FieldDefinition
 from swagger_ui_bundle import swagger_ui_path  # type: ignore[import-untyped]
 
 from yardstick_llm.gateway.errors import ErrorBody, NotFound
+from yardstick_llm.gateway.http.context import AnyRequest
 from yardstick_llm.gateway.schemas.chat import ChatChunk, ChatCompletion
 from yardstick_llm.gateway.schemas.responses import Event, ResponseBody
 from yardstick_llm.tracing.version import project_version
@@ -274,7 +275,7 @@ class _Page(SwaggerRenderPlugin):
     def __init__(self, **options: Any) -> None:
         super().__init__(path="/", **options)
 
-    def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
+    def render(self, request: AnyRequest, openapi_schema: dict[str, Any]) -> bytes:
         """Render the page."""
         return super().render(request, as_openapi_3_0(openapi_schema) | {"openapi": "3.0.3"})
 

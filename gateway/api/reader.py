@@ -26,7 +26,7 @@ from yardstick_llm.gateway.api.answers import while_connected
 from yardstick_llm.gateway.api.openapi import ERRORS, WRITE_ERRORS, ApiOperation, Body, operation_with
 from yardstick_llm.gateway.errors import ContextExceeded, GatewayError, InternalError, InvalidRequest, NotReady
 from yardstick_llm.gateway.http.body import HttpMiddleware
-from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.http.context import AnyRequest, RequestContext
 from yardstick_llm.gateway.images.decode import InvalidImage
 from yardstick_llm.gateway.images.fetch import ImageFetcher, ImageRoom
 from yardstick_llm.gateway.ops.metrics import Telemetry
@@ -68,7 +68,7 @@ class _CallHandler(HttpMiddleware):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:  # noqa: ARG002 - the last one
         """Answer a request."""
-        request: Request[Any, Any, Any] = Request(scope, receive, send)
+        request: AnyRequest = Request(scope, receive, send)
         message: Any = await receive()
         response = await scope["route_handler"].fn(request=request, data=Body(message["body"]), **scope["path_params"])
         await response.to_asgi_response(None, request)(scope, receive, send)
@@ -108,7 +108,7 @@ class Reader:
     quick: QuickFields = field(default_factory=lambda: QuickFields())
     """Fields whose jobs are not bulk, although their cost is not bounded by their size."""
 
-    async def body(self, request: Request[Any, Any, Any], kind: type[T], body: Body[T]) -> Reading[T]:
+    async def body(self, request: AnyRequest, kind: type[T], body: Body[T]) -> Reading[T]:
         """Decode ``body``, and let its ``timeout`` begin. Raises :class:`GatewayError`, such as :class:`InvalidRequest`."""
         name, content, context, decoded = NAMES[kind], body.content, RequestContext.of(request), None
         endpoint: Endpoint[T] = ENDPOINTS[name]
@@ -126,7 +126,7 @@ class Reader:
             context.limits.end_within(fields.timeout)
         return Reading(fields, endpoint, name, content, decoded, self, request)
 
-    async def decode(self, request: Request[Any, Any, Any], name: str, body: bytes) -> Decoded:
+    async def decode(self, request: AnyRequest, name: str, body: bytes) -> Decoded:
         """Decode a body in a worker. If that ends unexpectedly, another one tries once. Raises :class:`GatewayError`."""
         for last in (False, True):
             try:
@@ -139,9 +139,7 @@ class Reader:
         assert isinstance(decoded, Decoded)
         return decoded
 
-    async def read(
-        self, request: Request[Any, Any, Any], job: Read, body: Sequence[bytes], size: int, unbounded: bytes
-    ) -> Prepared:
+    async def read(self, request: AnyRequest, job: Read, body: Sequence[bytes], size: int, unbounded: bytes) -> Prepared:
         """Read a request in a worker, and fetch the images that it names. ``unbounded``: as :meth:`Endpoint.unbounded` returns it.
         Raises :class:`GatewayError`."""
         context = RequestContext.of(request)
@@ -166,7 +164,7 @@ class Reader:
         return prepared
 
     async def _read(
-        self, request: Request[Any, Any, Any], job: Read, body: Sequence[bytes], size: int, fields: Fields | None
+        self, request: AnyRequest, job: Read, body: Sequence[bytes], size: int, fields: Fields | None
     ) -> Prepared | Wanted:
         """Read in a worker. If it ends unexpectedly, another one tries once, among those for bulk jobs: large ones, and those with
         fields whose cost is not bounded by their size and not known to be small."""
@@ -177,7 +175,7 @@ class Reader:
             return await self._read_once(request, job, body, size, fields, bulk=True)
 
     async def _read_once(
-        self, request: Request[Any, Any, Any], job: Read, body: Sequence[bytes], size: int, fields: Fields | None, *, bulk: bool
+        self, request: AnyRequest, job: Read, body: Sequence[bytes], size: int, fields: Fields | None, *, bulk: bool
     ) -> Prepared | Wanted:
         """Read in one worker, unpack the prompts, and remember whether ``fields`` are quick. Raises :class:`GatewayError`;
         :class:`_TooSlow` for a job that takes too long for one that is not ``bulk``."""
@@ -198,7 +196,7 @@ class Reader:
             await asyncio.sleep(0)
         return await unpack(packed)
 
-    def _worker(self, request: Request[Any, Any, Any], size: int, *, bulk: bool) -> AbstractAsyncContextManager[Channel]:
+    def _worker(self, request: AnyRequest, size: int, *, bulk: bool) -> AbstractAsyncContextManager[Channel]:
         """Return a worker for a request of ``size`` bytes, fair between API keys, or client addresses on a server without keys.
         Raises :class:`Overloaded`."""
         key = RequestContext.of(request).key
@@ -257,7 +255,7 @@ class Reading(Generic[T]):
     decoded: Decoded | None
     """The fields of a long body, as a worker decoded them."""
     reader: Reader
-    request: Request[Any, Any, Any]
+    request: AnyRequest
 
     async def read(self, served: ServedModel, earlier: bytes = b"") -> Prepared:
         """Return the prompts as token ids. ``earlier``: what the request needs besides its body, see :class:`Model`. Raises

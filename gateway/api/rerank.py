@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
-from litestar import Request, Response
+from litestar import Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
@@ -18,6 +17,7 @@ from yardstick_llm.gateway.api.openapi import Body
 from yardstick_llm.gateway.api.reader import Reader, post_json
 from yardstick_llm.gateway.api.scoring import Scoring, ScoringJob, errors_of, fitted_of, headers_of, item_usage_of, usage_of
 from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.http.context import AnyRequest
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.pool.replica import ServedModel
 from yardstick_llm.gateway.presets.preset import Fitted
@@ -45,7 +45,7 @@ def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner)
     """Create the route."""
 
     @post_json(PATHS, "scoring")
-    async def rerank(request: Request[Any, Any, Any], data: JSONBody[Body[RerankRequest]]) -> Response[RerankResponse]:
+    async def rerank(request: AnyRequest, data: JSONBody[Body[RerankRequest]]) -> Response[RerankResponse]:
         """Order documents by their relevance to a query, the most relevant first.
 
         The model's preset says how it is prompted, and how a score follows from its answer; `/v1/models` shows it. Requests may

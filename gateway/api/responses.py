@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from litestar import Request, Response, delete, get
-from litestar.connection import ASGIConnection
+from litestar import Response, delete, get
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, FromQuery, JSONBody
 
@@ -32,7 +31,7 @@ from yardstick_llm.gateway.generation.generation import Generation
 from yardstick_llm.gateway.generation.length import gamma_of_values, guidance_of, with_section
 from yardstick_llm.gateway.generation.plan import check, plan
 from yardstick_llm.gateway.generation.sequence import Piece
-from yardstick_llm.gateway.http.context import CachePolicy, RequestContext
+from yardstick_llm.gateway.http.context import AnyRequest, CachePolicy, RequestContext
 from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.output.parser import Content, Part
 from yardstick_llm.gateway.pool.pool import Pool
@@ -135,40 +134,32 @@ class Kept:
             message = f"A conversation of {size} bytes cannot be stored; at most {self.most_bytes} can. Send `store` as false."
             raise InvalidRequest(message, param="store")
 
-    async def find(self, connection: ASGIConnection, id: str, *, param: str | None = None) -> Stored:  # type: ignore[type-arg]
+    async def find(self, request: AnyRequest, id: str, *, param: str | None = None) -> Stored:
         """Return a response of the client's key. Raises :class:`ResponseNotFound`, :class:`StoreUnavailable`."""
         value = None
         if _ID.fullmatch(id):
             with _errors():
-                (value,) = (await self.store.get(self.space, _owner(connection), [id])).values
+                (value,) = (await self.store.get(self.space, _owner(request), [id])).values
         if value is None:
             raise _unknown(id, param)
         return _decoder.decode(value)
 
-    async def remove(self, connection: ASGIConnection, id: str) -> None:  # type: ignore[type-arg]
+    async def remove(self, request: AnyRequest, id: str) -> None:
         """Remove a response of the client's key. Raises as :meth:`find`."""
         removed = 0
         if _ID.fullmatch(id):
             with _errors():
-                removed = await self.store.remove(self.space, _owner(connection), [id])
+                removed = await self.store.remove(self.space, _owner(request), [id])
         if not removed:
             raise _unknown(id, None)
 
-    async def keep(
-        self,
-        connection: ASGIConnection,  # type: ignore[type-arg]
-        id: str,
-        body: bytes,
-        earlier: bytes,
-        items: Items,
-        output: list[OutputItem],
-    ) -> bool:
+    async def keep(self, request: AnyRequest, id: str, body: bytes, earlier: bytes, items: Items, output: list[OutputItem]) -> bool:
         """Store a response whose body is ``body``. Return whether it is stored."""
         encoded = [_encoder.encode(_plain(item)) for item in output]
         context = b",".join([part for part in (earlier, items.content, *encoded) if part])
         value = msgspec.msgpack.encode(Stored(body, context, items))
         try:
-            await self.store.put(self.space, _owner(connection), [(id, value)])
+            await self.store.put(self.space, _owner(request), [(id, value)])
             stored = True
         except (Unavailable, Full):
             stored = False
@@ -184,9 +175,9 @@ def _plain(item: OutputItem) -> OutputItem:
     return msgspec.structs.replace(item, content=content)
 
 
-def _owner(connection: ASGIConnection) -> str:  # type: ignore[type-arg]
+def _owner(request: AnyRequest) -> str:
     """Return the owner of a client's responses: its API key. Without keys there is one owner."""
-    key = RequestContext.of(connection).key
+    key = RequestContext.of(request).key
     return "" if key is None else key.id
 
 
@@ -217,7 +208,7 @@ class Responder:
     generator: Generator
     kept: Kept
 
-    async def respond(self, request: Request[Any, Any, Any], run: ResponseRun) -> Response[Any]:
+    async def respond(self, request: AnyRequest, run: ResponseRun) -> Response[Any]:
         """Charge the quota, run the generation and answer. Raises :class:`GatewayError` for failures before the first event."""
         generation = run.generation
         RequestContext.of(request).account.prompt_tokens = len(generation.request.prompt)
@@ -230,7 +221,7 @@ class Responder:
                 pass
         return Response(run.encoded, media_type="application/json")
 
-    async def _events(self, request: Request[Any, Any, Any], run: ResponseRun, lease: Any) -> AsyncGenerator[bytes, None]:
+    async def _events(self, request: AnyRequest, run: ResponseRun, lease: Any) -> AsyncGenerator[bytes, None]:
         """Yield the events, encoded if the response is streamed, and set ``run.encoded`` before the last one."""
         account = RequestContext.of(request).account
         opened = False
@@ -254,7 +245,7 @@ class Responder:
             await asyncio.sleep(0)
         yield await self._finished(request, run)
 
-    async def _finished(self, request: Request[Any, Any, Any], run: ResponseRun) -> bytes:
+    async def _finished(self, request: AnyRequest, run: ResponseRun) -> bytes:
         """Store the response, if that was requested, and return its last event."""
         body = run.ended()
         run.encoded = _encoder.encode(body)
@@ -383,7 +374,7 @@ def response_routes(pool: Pool, reader: Reader, responder: Responder) -> list[HT
 
 def _create_route(pool: Pool, reader: Reader, responder: Responder) -> HTTPRouteHandler:
     @post_json(PATH, "generation")
-    async def create(request: Request[Any, Any, Any], data: JSONBody[Body[ResponseRequest]]) -> Response[ResponseBody]:
+    async def create(request: AnyRequest, data: JSONBody[Body[ResponseRequest]]) -> Response[ResponseBody]:
         """Answer a conversation of items.
 
         With `stream` the answer is a stream of typed server-sent events. The last one is `response.completed`,
@@ -448,11 +439,7 @@ def _stored_routes(kept: Kept, responder: Responder) -> list[HTTPRouteHandler]:
     quotas = responder.generator.quotas
 
     @get(f"{PATH}/{{id:str}}", responses=READ_ERRORS, operation_class=ApiOperation, tags=["generation"])
-    async def retrieve(
-        request: Request[Any, Any, Any],
-        id: FromPath[str],
-        stream: FromQuery[str] = "false",
-    ) -> Response[ResponseBody]:
+    async def retrieve(request: AnyRequest, id: FromPath[str], stream: FromQuery[str] = "false") -> Response[ResponseBody]:
         """Return a stored response. `stream` is not supported, because a stored response is complete."""
         if stream.lower() not in ("false", "0", ""):
             raise InvalidRequest("A stored response is not streamed; leave `stream` out.", param="stream")
@@ -462,7 +449,7 @@ def _stored_routes(kept: Kept, responder: Responder) -> list[HTTPRouteHandler]:
 
     @get(f"{PATH}/{{id:str}}/input_items", responses=READ_ERRORS, operation_class=ApiOperation, tags=["generation"])
     async def list_input_items(
-        request: Request[Any, Any, Any],
+        request: AnyRequest,
         id: FromPath[str],
         limit: FromQuery[str] = str(PAGE_ITEMS),
         order: FromQuery[str] = "desc",
@@ -492,7 +479,7 @@ def _stored_routes(kept: Kept, responder: Responder) -> list[HTTPRouteHandler]:
         )
 
     @delete(f"{PATH}/{{id:str}}", status_code=200, responses=READ_ERRORS, operation_class=ApiOperation, tags=["generation"])
-    async def remove(request: Request[Any, Any, Any], id: FromPath[str]) -> DeletedResponse:
+    async def remove(request: AnyRequest, id: FromPath[str]) -> DeletedResponse:
         """Delete a stored response. Responses that continue it keep the conversation."""
         await quotas.charge(request, tokens=0)
         await kept.remove(request, id)

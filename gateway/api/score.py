@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import msgspec
-from litestar import Request, Response
+from litestar import Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
@@ -25,6 +24,7 @@ from yardstick_llm.gateway.api.scoring import (
     headers_of,
     item_usage_of,
 )
+from yardstick_llm.gateway.http.context import AnyRequest
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.requests.score import ScoreRequest
 from yardstick_llm.gateway.schemas.common import new_id
@@ -35,7 +35,7 @@ def score_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) 
     """Create the route."""
 
     @post_json(["/v1/score", "/score"], "scoring")
-    async def score(request: Request[Any, Any, Any], data: JSONBody[Body[ScoreRequest]]) -> Response[ScoreAnswer]:
+    async def score(request: AnyRequest, data: JSONBody[Body[ScoreRequest]]) -> Response[ScoreAnswer]:
         """Score items against a query.
 
         Each item's prompt is the query and the item, tokenised exactly as the joined text. A score is the probability of a label as

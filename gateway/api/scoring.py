@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgspec
-from litestar import Request
 
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.api.access import Quotas, caller_of, priority_of
@@ -19,7 +18,7 @@ from yardstick_llm.gateway.api.answers import DONE, EventStream, sse, while_conn
 from yardstick_llm.gateway.api.reader import Reading
 from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.generation.sequence import LEAST_LOGPROB
-from yardstick_llm.gateway.http.context import CachePolicy, RequestContext
+from yardstick_llm.gateway.http.context import AnyRequest, CachePolicy, RequestContext
 from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.pool.fanout import Prompts
 from yardstick_llm.gateway.pool.placement import cut
@@ -64,7 +63,7 @@ class ScoringJob:
     """Whether items without a result are accepted."""
 
     @property
-    def request(self) -> Request[Any, Any, Any]:
+    def request(self) -> AnyRequest:
         """The client's request."""
         return self.body.request
 
@@ -214,7 +213,7 @@ def errors_of(prepared: Prepared, scores: Scores) -> list[ItemError]:
     return sorted([*refused, *failed], key=lambda error: error.index)
 
 
-def fitted_of(request: Request[Any, Any, Any], model: ServedModel, task: Task) -> Fitted:
+def fitted_of(request: AnyRequest, model: ServedModel, task: Task) -> Fitted:
     """Return the preset of ``model`` for ``task``; a header of the response names one that is a fallback. Raises
     :class:`InvalidRequest` that says what the model can do."""
     fitted = model.tokenizer.table.fitted

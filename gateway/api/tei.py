@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from operator import mul
 from typing import Any
 
-from litestar import Request, Response, get
+from litestar import Response, get
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromQuery, JSONBody
 
@@ -30,6 +30,7 @@ from yardstick_llm.gateway.api.texts import (
     require,
 )
 from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.http.context import AnyRequest
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.pool.replica import ServedModel, paths_of
 from yardstick_llm.gateway.presets.preset import Fitted, Task, sigmoid, softmax
@@ -61,7 +62,7 @@ def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHa
     """Create the routes."""
 
     @post_json("/", "scoring")
-    async def infer(request: Request[Any, Any, Any], data: JSONBody[Body[TeiRequest]]) -> Response[Any]:
+    async def infer(request: AnyRequest, data: JSONBody[Body[TeiRequest]]) -> Response[Any]:
         """Embed, classify or rerank, by the task of the model, in the form of Text Embeddings Inference.
 
         Hugging Face's `InferenceClient` posts `feature_extraction`, `sentence_similarity` and `text_classification` here.
@@ -69,29 +70,29 @@ def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHa
         return await answer(request, data, TaskRequest)
 
     @post_json("/predict", "scoring")
-    async def predict(request: Request[Any, Any, Any], data: JSONBody[Body[TeiRequest]]) -> Response[Any]:
+    async def predict(request: AnyRequest, data: JSONBody[Body[TeiRequest]]) -> Response[Any]:
         """Classify a text, a list of lists of one text or, with an encoder, pairs of texts such as premise and hypothesis; with a
         reranker, score pairs. The form is that of Text Embeddings Inference, and the most probable class comes first."""
         return await answer(request, data, ClassifyRequest | ScoreRequest)
 
     @post_json("/similarity", "scoring", example=SIMILARITY)
-    async def similarity(request: Request[Any, Any, Any], data: JSONBody[Body[TeiRequest]]) -> Response[Any]:
+    async def similarity(request: AnyRequest, data: JSONBody[Body[TeiRequest]]) -> Response[Any]:
         """Return the cosine similarity of a sentence to each of several others, in the form of Text Embeddings Inference."""
         return await answer(request, data, Sentences)
 
     @post_json("/embed_all", "scoring")
-    async def embed_all(request: Request[Any, Any, Any], data: JSONBody[Body[TeiRequest]]) -> Response[Any]:
+    async def embed_all(request: AnyRequest, data: JSONBody[Body[TeiRequest]]) -> Response[Any]:
         """Return a vector for each token of each text, in the form of Text Embeddings Inference. The vectors are not scaled."""
         return await answer(request, data, EmbeddingsRequest, wire.TokenVectors(normalize=False))
 
     @post_json("/embed_sparse", "scoring")
-    async def embed_sparse(request: Request[Any, Any, Any], data: JSONBody[Body[TeiRequest]]) -> Response[Any]:
+    async def embed_sparse(request: AnyRequest, data: JSONBody[Body[TeiRequest]]) -> Response[Any]:
         """Return a weight for some tokens of the vocabulary, for each text, in the form of Text Embeddings Inference. With
         `prompt_name` `query`, a model that has weights of its own for a query's tokens returns these."""
         return await answer(request, data, EmbeddingsRequest, wire.Sparse())
 
     async def answer(
-        request: Request[Any, Any, Any], data: Body[TeiRequest], accepts: Any, asks: wire.TokenVectors | wire.Sparse | None = None
+        request: AnyRequest, data: Body[TeiRequest], accepts: Any, asks: wire.TokenVectors | wire.Sparse | None = None
     ) -> Response[Any]:
         """Answer a request whose form, or whose form of ``inputs``, is one of ``accepts``. ``asks``: the readout, if the path says
         it."""
@@ -119,7 +120,7 @@ def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHa
         return await _answered(fields, asked, fitted, model, prepared, scores)
 
     @get("/info", responses=READ_ERRORS, operation_class=ApiOperation, tags=["models"])
-    async def info(request: Request[Any, Any, Any], model: FromQuery[str | None] = None) -> TeiInfo:
+    async def info(request: AnyRequest, model: FromQuery[str | None] = None) -> TeiInfo:
         """Describe `model`, which is optional if only one is served, in the form of Text Embeddings Inference."""
         served = requested_model(request, pool, model)
         fitted = served.tokenizer.table.fitted
@@ -141,7 +142,7 @@ def _classifies(fitted: Fitted | None) -> bool:
     return fitted is not None and fitted.preset.task == "classify"
 
 
-def _of_task(request: Request[Any, Any, Any], model: ServedModel, fields: TeiRequest) -> tuple[TaskRequest, Fitted]:
+def _of_task(request: AnyRequest, model: ServedModel, fields: TeiRequest) -> tuple[TaskRequest, Fitted]:
     """Return the request of the model's task, and the model's preset. Raises :class:`InvalidRequest`."""
     fitted = model.tokenizer.table.fitted
     asked = request_of_task(fields, None if fitted is None else fitted.preset.task)

@@ -9,9 +9,8 @@ from array import array
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
 
-from litestar import Request, Response
+from litestar import Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
@@ -23,6 +22,7 @@ from yardstick_llm.gateway.api.reader import Reader, post_json
 from yardstick_llm.gateway.api.scoring import MAX_NUMBERS, Scoring, ScoringJob, fitted_of, headers_of, usage_of
 from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.generation.length import intervals, require_lenvm, value_and_remaining
+from yardstick_llm.gateway.http.context import AnyRequest
 from yardstick_llm.gateway.pool.fanout import usual_row
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.pool.replica import ServedModel
@@ -54,7 +54,7 @@ def classify_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHan
     """Create the route."""
 
     @post_json(["/v1/classify", "/classify"], "scoring")
-    async def classify(request: Request[Any, Any, Any], data: JSONBody[Body[ClassifyRequest]]) -> Response[ClassifyResponse]:
+    async def classify(request: AnyRequest, data: JSONBody[Body[ClassifyRequest]]) -> Response[ClassifyResponse]:
         """Classify texts.
 
         A model with a classification head gives the probability of each class, and a reward model its reward. A guard model gives
@@ -123,7 +123,7 @@ def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTP
     """Create the routes."""
 
     @post_json(["/v1/embeddings", "/embeddings", "/embed"], "scoring")
-    async def embed(request: Request[Any, Any, Any], data: JSONBody[Body[EmbeddingsRequest]]) -> Response[EmbeddingsResponse]:
+    async def embed(request: AnyRequest, data: JSONBody[Body[EmbeddingsRequest]]) -> Response[EmbeddingsResponse]:
         """Embed texts.
 
         Queries and documents are prompted as the model's preset prescribes. With `inputs`, the answer has the form of Text
@@ -151,7 +151,7 @@ def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTP
         return await with_rows(answer, "data", _entries(rows, in_base64=fields.in_base64), numbers=numbers, headers=headers)
 
     @post_json(["/v1/embed", "/v2/embed"], "scoring")
-    async def embed_cohere(request: Request[Any, Any, Any], data: JSONBody[Body[CohereEmbedRequest]]) -> Response[CohereEmbeddings]:
+    async def embed_cohere(request: AnyRequest, data: JSONBody[Body[CohereEmbedRequest]]) -> Response[CohereEmbeddings]:
         """Embed texts, in the form of Cohere.
 
         Texts that are longer than the model's context are cut at their end unless `truncate` says otherwise.
@@ -255,7 +255,7 @@ def length_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandl
     """Create the route."""
 
     @post_json("/v1/length", "length")
-    async def length(request: Request[Any, Any, Any], data: JSONBody[Body[LengthRequest]]) -> Response[LengthResponse]:
+    async def length(request: AnyRequest, data: JSONBody[Body[LengthRequest]]) -> Response[LengthResponse]:
         """Estimate how much text is still to come.
 
         For each text, the length model's value and what it means in tokens. Give whole texts as `input`, or a `prompt` or

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+from litestar import Request
 from litestar.connection import ASGIConnection
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -27,6 +28,9 @@ from yardstick_llm.gateway.schemas.parameters import MAX_SECONDS
 if TYPE_CHECKING:
     from yardstick_llm.gateway.keys import ApiKey
     from yardstick_llm.gateway.limits.limiter import Lease
+
+AnyRequest = Request[Any, Any, Any]
+"""A request. Its user and its state are not typed: the context below has them."""
 
 _KEY = "yardstick.context"
 _SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)

@@ -140,14 +140,6 @@ class Scanner:
         priority = priority_of(request, fields.priority)
         return Scan(request=request, body=body, state=state, model=model, relative=relative, priority=priority, size=size)
 
-    async def best(self, scan: Scan, rank: Callable[[Row], float], most: int) -> list[Result]:
-        """Return the ``most`` items with the highest ranks, the highest first. Raises :class:`GatewayError`."""
-        best = Best(rank, most)
-        async with while_connected(scan.request.scope), aclosing(self.parts(scan)) as parts:
-            async for part in parts:
-                best.add(part)
-        return best.results
-
     async def parts(self, scan: Scan) -> AsyncGenerator[list[Result], None]:
         """Yield the results of all items, part by part, in the order of the catalogue. Raises :class:`GatewayError`; results of the
         parts before a failure come first."""
@@ -412,9 +404,12 @@ async def _answer(scanner: Scanner, scan: Scan, form: _Form, *, stream: bool, to
     """Return the ``top_n`` best items, or with ``stream`` the results as they become known. Raises :class:`GatewayError`."""
     if stream:
         return EventStream(_events(scanner, scan, form, top_n), scan.request, scanner.scoring.keepalive_seconds)
-    best = await scanner.best(scan, form.rank, top_n)
-    headers = {"x-yardstick-cache": f"{scan.hits}/{scan.items}"}
-    return await with_rows(form.closing(best), form.field, map(form.row, best), numbers=4 * len(best), headers=headers)
+    best = Best(form.rank, top_n)
+    async with while_connected(scan.request.scope), aclosing(scanner.parts(scan)) as parts:
+        async for part in parts:
+            best.add(part)
+    headers, kept = {"x-yardstick-cache": f"{scan.hits}/{scan.items}"}, best.results
+    return await with_rows(form.closing(kept), form.field, map(form.row, kept), numbers=4 * len(kept), headers=headers)
 
 
 async def _events(scanner: Scanner, scan: Scan, form: _Form, top_n: int) -> AsyncGenerator[bytes, None]:

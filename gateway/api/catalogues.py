@@ -125,12 +125,6 @@ class Catalogues:
     space: Space
     telemetry: Telemetry
 
-    async def create(self, owner: str, name: str, spec: Spec) -> State:
-        """Create a catalogue, or return the one that exists, which may have another spec. Raises :class:`StoreFull`."""
-        with self.errors(name):
-            await self.store.create(self.space, owner, name, msgspec.msgpack.encode(spec), seconds=spec.ttl_seconds or 0)
-        return await self.describe(owner, name)
-
     async def describe(self, owner: str, name: str) -> State:
         """Return a catalogue without its items. Raises :class:`CatalogueNotFound`, :class:`StoreUnavailable`."""
         with self.errors(name):
@@ -235,10 +229,11 @@ def catalogue_routes(pool: Pool, reader: Reader, catalogues: Catalogues, quotas:
         owner = owner_of(request)
         with catalogues.errors(name):
             names = await store.boxes(space, owner)
-        if name not in names and len(names) >= MOST_CATALOGUES:
-            message = f"There are {len(names)} catalogues already, the most that a group of keys may have; delete one."
-            raise InvalidRequest(message, param="name")
-        state = await catalogues.create(owner, name, spec)
+            if name not in names and len(names) >= MOST_CATALOGUES:
+                message = f"There are {len(names)} catalogues already, the most that a group of keys may have; delete one."
+                raise InvalidRequest(message, param="name")
+            await store.create(space, owner, name, msgspec.msgpack.encode(spec), seconds=spec.ttl_seconds or 0)
+        state = await catalogues.describe(owner, name)  # if it existed, it may have another spec
         if state.spec != spec:
             message = f"The catalogue {name!r} exists with another model, template, labels or time to live; delete it first."
             raise Conflict(message, param="name")

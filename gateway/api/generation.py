@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -123,9 +123,9 @@ class Generator:
         check_size(fields, account.prompt_tokens)
         lease = await self.quotas.charge(request, tokens=sum(generation.expected_tokens for generation in generations))
         if fields.stream:
-            handle = StreamHandle()
-            events = self._events(request, generations, answer, lease, account, fields, handle)
-            return EventStream(events, request, self.keepalive_seconds, handle=handle)
+            direct = _DirectWriter(answer, generations, continuous=fields.continuous_usage)
+            events = self._events(request, generations, answer, lease, account, fields, direct)
+            return EventStream(events, request, self.keepalive_seconds, handle=direct)
         async with while_connected(request.scope):
             with self.counted(generations, lease, account):
                 async with aclosing(run_all(generations, self.dispatcher)) as batches:
@@ -145,32 +145,23 @@ class Generator:
         lease: Lease | None,
         account: Account,
         fields: GenerationRequest,
-        handle: StreamHandle,
+        direct: _DirectWriter,
     ) -> AsyncGenerator[bytes, None]:
-        opened = False
-        choices = {sequence.index: generation for generation in generations for sequence in generation.sequences}
-        continuous = fields.continuous_usage
-
-        def usage_so_far(index: int, completion_tokens: int = 0) -> Usage | None:
-            if not continuous:
-                return None
-            prompt = len(choices[index].request.prompt)
-            return Usage(prompt, prompt + completion_tokens, completion_tokens)
-
-        direct = _DirectWriter(answer, usage_so_far if continuous else None, handle)
+        usage_so_far = direct.usage_so_far
         with self.counted(generations, lease, account):
             async with aclosing(run_all(generations, self.dispatcher, direct)) as batches:
                 async for batch in batches:
-                    if opened and len(batch) == 1 and _is_small(piece := batch[0]):  # nearly every token
+                    if direct.opened and len(batch) == 1 and _is_small(piece := batch[0]):  # nearly every token
                         if (event := answer.event(piece, usage_so_far(piece.index, piece.completion_tokens))) is not None:
                             yield event
                         continue
                     time_slice = TimeSlice()
                     chunks: list[bytes] = []
-                    if not opened:
-                        opened = direct.opened = True
+                    if not direct.opened:
+                        direct.opened = True
                         show_forecast(request, generations)
-                        chunks = [sse(opening) for index in choices if (opening := answer.opening(index, usage_so_far(index)))]
+                        openings = [answer.opening(index, usage_so_far(index)) for index in direct.prompts]
+                        chunks = [sse(opening) for opening in openings if opening is not None]
                     for piece in small(joined(batch)):
                         if (event := answer.event(piece, usage_so_far(piece.index, piece.completion_tokens))) is not None:
                             chunks.append(event)
@@ -213,37 +204,43 @@ class Generator:
                 self.telemetry.guided.labels(generations[0].model.base.name, mode).inc(len(generations))
 
 
-class _DirectWriter(DirectWriter):
+class _DirectWriter(StreamHandle, DirectWriter):
     """Writes pieces to the response as events."""
 
-    def __init__(self, answer: Answer, usage: Callable[[int, int], Usage | None] | None, handle: StreamHandle) -> None:
-        """``usage``: returns the token counts of a choice so far; None: chunks have none."""
+    def __init__(self, answer: Answer, generations: list[Generation], *, continuous: bool) -> None:
+        """``continuous``: every chunk has the token counts of its choice so far."""
+        self.prompts = {
+            sequence.index: len(generation.request.prompt) for generation in generations for sequence in generation.sequences
+        }
+        """Prompt tokens of each choice."""
         self._answer = answer
-        self._usage = usage
-        self._handle = handle
+        self._continuous = continuous
         self._around: dict[int, tuple[bytes, bytes]] = {}
-        self.text_only = usage is None and answer.text_only
+        self.text_only = not continuous and answer.text_only
         self.opened = False
         """Whether the events that introduce the choices have been made."""
 
+    def usage_so_far(self, index: int, completion_tokens: int = 0) -> Usage | None:
+        """Return the token counts of a choice; None if chunks have none."""
+        if not self._continuous:
+            return None
+        return Usage(self.prompts[index], self.prompts[index] + completion_tokens, completion_tokens)
+
     def is_open(self) -> bool:
-        writer = self._handle.writer
+        writer = self.writer
         return writer is not None and self.opened and writer.cycle is not None and writer.cycle.writable
 
     def send(self, piece: Piece) -> None:
-        writer = self._handle.writer
-        assert writer is not None
+        assert self.writer is not None
         for part in [piece] if len(piece.tokens) <= TOKENS_AT_ONCE else small([piece]):
-            usage = None if self._usage is None else self._usage(part.index, part.completion_tokens)
-            if (event := self._answer.event(part, usage)) is not None:
-                writer.write(event)
+            if (event := self._answer.event(part, self.usage_so_far(part.index, part.completion_tokens))) is not None:
+                self.writer.write(event)
 
     def send_quoted(self, index: int, text: bytes) -> None:
-        writer = self._handle.writer
-        assert writer is not None
+        assert self.writer is not None
         if (around := self._around.get(index)) is None:
             around = self._around[index] = self._answer.around_text(index)
-        writer.write(around[0] + text + around[1])
+        self.writer.write(around[0] + text + around[1])
 
 
 def show_forecast(request: AnyRequest, generations: list[Generation]) -> None:

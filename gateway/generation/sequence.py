@@ -284,12 +284,9 @@ class PromptTokens:
             self._begin()
         if offset != len(self.tokens):
             raise EngineLost("The engine skipped or repeated log-probabilities of the prompt.")
+        special, text_of = self._tokenizer.special_ids, self._tokenizer.token_text
         for place, id in enumerate(self._ids[offset : offset + len(logprobs.chosen)]):
-            self._add(id, _token(id, place, logprobs, min(self._read, len(self.text))))
-
-    def _add(self, id: int, token: Token) -> None:
-        """A special token that was added before the text has no width."""
-        added = not self.tokens and id in self._tokenizer.special_ids and not self.text.startswith(self._tokenizer.token_text(id))
-        self.tokens.append(token)
-        if not added:
-            self._read += len(self._detokenizer.push([id]))
+            added = not self.tokens and id in special and not self.text.startswith(text_of(id))  # before the text, without width
+            self.tokens.append(_token(id, place, logprobs, min(self._read, len(self.text))))
+            if not added:
+                self._read += len(self._detokenizer.push([id]))

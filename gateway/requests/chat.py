@@ -198,19 +198,15 @@ def check_tools(tools: Sequence[Tool], model: Model) -> None:
             kind = "custom" if isinstance(tool, CustomTool) else "function"
             raise InvalidRequest(f"Two tools are called {tool.name!r}.", param=f"tools[{index}].{kind}.name")
         names.add(tool.name)
-    if (size := _size(tools)) > MAX_TOOLS_BYTES:
+    try:
+        size = len(json.dumps([tool.for_template() for tool in tools]))
+    except RecursionError:
+        raise InvalidRequest("`tools` are nested too deeply.", param="tools") from None
+    if size > MAX_TOOLS_BYTES:
         raise InvalidRequest(f"`tools` is {size} bytes long; at most {MAX_TOOLS_BYTES} are accepted.", param="tools")
     if not model.texts.template.shows_tools:
         message = f"The chat template of {model.facts.name!r} has no place for tools; leave `tools` out, or name another model."
         raise InvalidRequest(message, param="tools")
-
-
-def _size(tools: Sequence[Tool]) -> int:
-    """Return the length of the tools as JSON. Raises :class:`InvalidRequest` if they are nested too deeply."""
-    try:
-        return len(json.dumps([tool.for_template() for tool in tools]))
-    except RecursionError:
-        raise InvalidRequest("`tools` are nested too deeply.", param="tools") from None
 
 
 def callable_tools(request: ChatRequest, tools: list[Tool], family: str) -> Tools:
@@ -555,7 +551,8 @@ def read_chat(request: ChatRequest, model: Model) -> Prepared:
         variables = template_variables(request, model)
     images = ChatImages(request.messages, model)
     if images and bool(request.parse_special_tokens):
-        images.check_texts(_texts(request, variables, tools))
+        told, offered = (each.for_template() for each in request.messages), (tool.for_template() for tool in tools)
+        images.check_texts(texts_in([*told, variables, *offered]))
     text = render(
         model,
         request.messages,
@@ -574,12 +571,6 @@ def read_chat(request: ChatRequest, model: Model) -> Prepared:
     bad_words = read_bad_words(request, model)
     rows = [images.put_into(row) if images else row]
     return Prepared(rows, param="messages", grammar=grammar, bad_words=bad_words, format=format, images=images.images)
-
-
-def _texts(request: ChatRequest, variables: Mapping[str, Any] | None, tools: Sequence[Tool]) -> list[str]:
-    """Return all texts of a request that its prompt may show."""
-    told = [message.for_template() for message in request.messages]
-    return [*texts_in(told), *texts_in(dict(variables or {})), *texts_in([tool.for_template() for tool in tools])]
 
 
 def characters_of(messages: list[ChatMessage] | None) -> int:

@@ -477,13 +477,6 @@ def read_pairs(request: ScoreRequest, model: Model, task: Task = "rerank") -> Pr
     return Prepared(rows, prefix, param=f"{param}[]", truncated=truncated, refused=refused)
 
 
-def characters_of_pairs(request: ScoreRequest) -> int:
-    """Return the number of characters of all texts."""
-    fields = [getattr(request, name) for name in (*PAIRED_QUERIES, *PAIRED_DOCUMENTS)]
-    items = [request.items] if isinstance(request.items, str) else request.items or []
-    return sum(len(text) for field in (*map(texts_of, fields), items) for text in field if isinstance(text, str))
-
-
 def _in_items(request: ScoreRequest) -> bool:
     """Whether the documents are in ``items``, as vLLM allows beside ``queries``."""
     return request.queries is not None and request.items is not None
@@ -574,9 +567,10 @@ def _is_light(request: ScoreRequest) -> bool:
 
 
 def _characters(request: ScoreRequest, query_once: bool) -> int:
-    if request.paired:
-        return characters_of_pairs(request)
     items = [request.items] if isinstance(request.items, str) else request.items or []
+    if request.paired:
+        fields = map(texts_of, (getattr(request, name) for name in (*PAIRED_QUERIES, *PAIRED_DOCUMENTS)))
+        return sum(len(text) for field in (*fields, items) for text in field if isinstance(text, str))
     texts = sum(len(item) for item in items if isinstance(item, str)) + sum(map(len, request.labels or ()))
     if not isinstance(request.query, str):
         return texts

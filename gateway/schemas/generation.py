@@ -226,21 +226,8 @@ class StructuredRequest(ModelRequest, kw_only=True):
     """Texts that are not generated, at the start of a word or within one."""
 
 
-BULK: dict[str, Any] = dict.fromkeys(
-    (
-        "response_format",
-        "structured_outputs",
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-        "json_schema",
-        "regex",
-        "ebnf",
-        "grammar",
-        "bad_words",
-    )
-)
+_SMALL = {*ModelRequest.__struct_fields__, "allowed_token_ids"}
+BULK: dict[str, Any] = dict.fromkeys(name for name in StructuredRequest.__struct_fields__ if name not in _SMALL)
 """Fields that only text workers read, with their stand-ins."""
 
 

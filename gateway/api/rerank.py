@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import msgspec
@@ -15,11 +14,10 @@ from yardstick_llm.gateway.api.answers import listed, sse, with_rows
 from yardstick_llm.gateway.api.catalogue_scores import Scanner, by_labels, preset_of, rerank_catalogue
 from yardstick_llm.gateway.api.openapi import Body
 from yardstick_llm.gateway.api.reader import Reader, post_json
-from yardstick_llm.gateway.api.scoring import Scoring, ScoringJob, errors_of, fitted_of, headers_of, item_usage_of, usage_of
+from yardstick_llm.gateway.api.scoring import Scoring, ScoringJob, fitted_of, headers_of, shared_fields, usage_of
 from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.http.context import AnyRequest
 from yardstick_llm.gateway.pool.pool import Pool
-from yardstick_llm.gateway.pool.replica import ServedModel
 from yardstick_llm.gateway.presets.preset import Fitted
 from yardstick_llm.gateway.process.event_loop import TimeSlice
 from yardstick_llm.gateway.requests.rerank import (
@@ -69,11 +67,6 @@ def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner)
             fitted = fitted_of(request, model, "rerank")
             prepared = await body.read(model)
         id, raw = f"rerank-{new_id()}", fields.raw or fields.passages is not None
-
-        def closing(scores: Scores) -> RerankResponse:
-            usage = item_usage_of(prepared, scores, asked=fields.return_item_usage)
-            return msgspec.structs.replace(_answer(id, model, prepared, scores), item_usage=usage)
-
         job = ScoringJob(body, model, prepared, fitted.readout, partial=bool(fields.partial_results))
         if fields.stream:
 
@@ -82,7 +75,7 @@ def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner)
                 return RerankChunk(id=id, results=list(_results(ranks, prepared)))
 
             async def last(scores: Scores) -> bytes:
-                return sse(closing(scores))
+                return sse(_answer(id, job, scores))
 
             return await scoring.stream(job, chunk, last)
         scores = await scoring.score(job)
@@ -94,7 +87,7 @@ def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner)
             rankings = Rankings(rankings=[], usage=usage_of(prepared, scores))
             rows = (Ranking(index=index, logit=score) for index, score in ranks)
             return await with_rows(rankings, "rankings", rows, numbers=numbers, headers=headers)
-        return await with_rows(closing(scores), "results", _results(ranks, prepared), numbers=numbers, headers=headers)
+        return await with_rows(_answer(id, job, scores), "results", _results(ranks, prepared), numbers=numbers, headers=headers)
 
     return rerank
 
@@ -114,22 +107,14 @@ def _check(fields: RerankRequest) -> None:
         raise InvalidRequest(f"`{other}` does not go with `{wrong}`; send `documents`.", param=other)
 
 
-def _answer(id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> RerankResponse:
+def _answer(id: str, job: ScoringJob, scores: Scores) -> RerankResponse:
     """Return the answer without results."""
-    return RerankResponse(
-        id=id,
-        object="rerank",
-        created=int(time.time()),
-        model=model.name,
-        results=[],
-        usage=usage_of(prepared, scores),
-        meta=RerankMeta(
-            tokens=RerankTokens(input_tokens=prepared.tokens),
-            truncated=prepared.truncated,
-            query_truncated=prepared.query_truncated,
-        ),
-        errors=errors_of(prepared, scores),
+    meta = RerankMeta(
+        tokens=RerankTokens(input_tokens=job.prepared.tokens),
+        truncated=job.prepared.truncated,
+        query_truncated=job.prepared.query_truncated,
     )
+    return RerankResponse(object="rerank", results=[], meta=meta, **shared_fields(id, job, scores))
 
 
 async def ranked(fitted: Fitted, prepared: Prepared, scores: Scores, *, raw: bool) -> list[tuple[int, float]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import msgspec
 from litestar import Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
@@ -22,7 +21,7 @@ from yardstick_llm.gateway.api.scoring import (
     fitted_of,
     form_of,
     headers_of,
-    item_usage_of,
+    shared_fields,
 )
 from yardstick_llm.gateway.http.context import AnyRequest
 from yardstick_llm.gateway.pool.pool import Pool
@@ -61,23 +60,22 @@ def score_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) 
             prepared = await body.read(model)
         form = form_of(fields, prepared, fitted)
         id = f"score-{new_id()}"
-
-        def closing(scores: Scores) -> ScoreAnswer:
-            usage = item_usage_of(prepared, scores, asked=fields.return_item_usage)
-            return msgspec.structs.replace(form.answer(id, model, prepared, scores), item_usage=usage)
-
         job = ScoringJob(body, model, prepared, form.readout, partial=bool(fields.partial_results))
         if fields.stream:
 
             async def last(scores: Scores) -> bytes:
                 """Return the last event, which has the best items if there is a ``top_n``."""
                 await form.arrange(scores)
-                return await event_with_rows(closing(scores), form.field, form.rows(prepared, scores) if fields.top_n else ())
+                answer, rows = (
+                    form.answer(shared_fields(id, job, scores), scores),
+                    form.rows(prepared, scores) if fields.top_n else (),
+                )
+                return await event_with_rows(answer, form.field, rows)
 
             return await scoring.stream(job, functools.partial(form.chunk, id), last)
         scores = await scoring.score(job)
         await form.arrange(scores)
-        numbers, rows = form.numbers(scores), form.rows(prepared, scores)
-        return await with_rows(closing(scores), form.field, rows, numbers=numbers, headers=headers_of(prepared, scores))
+        answer, rows = form.answer(shared_fields(id, job, scores), scores), form.rows(prepared, scores)
+        return await with_rows(answer, form.field, rows, numbers=form.numbers(scores), headers=headers_of(prepared, scores))
 
     return score

@@ -185,10 +185,20 @@ def headers_of(prepared: Prepared, scores: Scores) -> dict[str, str]:
     return headers
 
 
-def item_usage_of(prepared: Prepared, scores: Scores, *, asked: bool | None) -> ItemUsage | msgspec.UnsetType:
-    """Return the usage of each item that has a result, if it is ``asked`` for. Takes some milliseconds for the most items."""
-    if not asked:
-        return msgspec.UNSET
+def shared_fields(id: str, job: ScoringJob, scores: Scores) -> dict[str, Any]:
+    """Return the fields that all answers with scores have."""
+    return {
+        "id": id,
+        "created": int(time.time()),
+        "model": job.model.name,
+        "usage": usage_of(job.prepared, scores),
+        "item_usage": item_usage_of(job.prepared, scores) if job.body.fields.return_item_usage else msgspec.UNSET,
+        "errors": errors_of(job.prepared, scores),
+    }
+
+
+def item_usage_of(prepared: Prepared, scores: Scores) -> ItemUsage:
+    """Return the usage of each item that has a result. Takes some milliseconds for the most items."""
     known = [place for place, row in enumerate(scores.rows) if row]
     items, lengths, free = prepared.places, [*map(len, prepared.rows[prepared.queries :])], scores.repeated
     shared = len(prepared.prefix)
@@ -243,8 +253,8 @@ class Form(ABC):
         """Choose the items of the answer, in slices. Called once, before :meth:`answer` and :meth:`rows`."""
 
     @abstractmethod
-    def answer(self, id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> ScoreAnswer:
-        """Return the answer without results."""
+    def answer(self, shared: dict[str, Any], scores: Scores) -> ScoreAnswer:
+        """Return the answer without results. ``shared``: see :func:`shared_fields`."""
 
     @abstractmethod
     def rows(self, prepared: Prepared, scores: Scores) -> Iterator[object]:
@@ -273,13 +283,10 @@ class LabelForm(Form):
     def numbers(self, scores: Scores) -> int:
         return len(scores.rows) * self._labels
 
-    def answer(self, id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> ScoreResponse:
-        created, usage, errors = int(time.time()), usage_of(prepared, scores), errors_of(prepared, scores)
-        answer = ScoreResponse(id=id, object="scoring", created=created, model=model.name, scores=[], usage=usage, errors=errors)
-        if self._ids is None:
-            return answer
+    def answer(self, shared: dict[str, Any], scores: Scores) -> ScoreResponse:
         places = range(len(scores.rows)) if self._top_n is None else self._best
-        return msgspec.structs.replace(answer, ids=[self._ids[place] for place in places])
+        ids = [] if self._ids is None else [self._ids[place] for place in places]
+        return ScoreResponse(object="scoring", scores=[], ids=ids, **shared)
 
     async def arrange(self, scores: Scores) -> None:
         if self._top_n is None:
@@ -336,9 +343,8 @@ class PairForm(Form):
     def numbers(self, scores: Scores) -> int:
         return 4 * len(scores.rows)
 
-    def answer(self, id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> PairScores:
-        created, usage, errors = int(time.time()), usage_of(prepared, scores), errors_of(prepared, scores)
-        return PairScores(id=id, object="list", created=created, model=model.name, data=[], usage=usage, errors=errors)
+    def answer(self, shared: dict[str, Any], scores: Scores) -> PairScores:  # noqa: ARG002 - of catalogues only
+        return PairScores(object="list", data=[], **shared)
 
     def rows(self, prepared: Prepared, scores: Scores) -> Iterator[PairScore]:
         for index, row in zip(prepared.places, scores.rows, strict=True):
@@ -362,9 +368,8 @@ class LikelihoodForm(Form):
     def numbers(self, scores: Scores) -> int:
         return 4 * len(scores.rows) + sum(map(len, scores.rows))
 
-    def answer(self, id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> Likelihoods:
-        created, usage, errors = int(time.time()), usage_of(prepared, scores), errors_of(prepared, scores)
-        return Likelihoods(id=id, object="likelihood", created=created, model=model.name, data=[], usage=usage, errors=errors)
+    def answer(self, shared: dict[str, Any], scores: Scores) -> Likelihoods:  # noqa: ARG002 - of catalogues only
+        return Likelihoods(object="likelihood", data=[], **shared)
 
     def rows(self, prepared: Prepared, scores: Scores) -> Iterator[ItemLikelihood]:
         return (self._item(index, row) for index, row in zip(prepared.places, scores.rows, strict=True) if row)

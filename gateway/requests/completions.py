@@ -94,6 +94,11 @@ def is_text(given: Given | None) -> bool:
     return isinstance(given, str) or (given is not None and any(isinstance(prompt, str) for prompt in given))
 
 
+def is_light(given: Given | None) -> bool:
+    """Whether the event loop reads ``given`` by itself: no texts, and no more than :data:`LIGHT_TEXTS` lists of token ids."""
+    return given is None or (not is_text(given) and (len(given) <= LIGHT_TEXTS or isinstance(given[0], int)))
+
+
 def characters_of(given: Given | None) -> int:
     """Return the number of characters of all texts in ``given``."""
     if given is None or isinstance(given, str):
@@ -191,9 +196,6 @@ class Completion(msgspec.Struct, kw_only=True):
     usage: Usage | None = None
 
 
-LIGHT_PROMPTS = 128
-
-
 def _read(request: CompletionRequest, model: Model) -> Prepared:
     prepared = read_prompts(
         model,
@@ -210,16 +212,10 @@ def _read(request: CompletionRequest, model: Model) -> Prepared:
     return prepared
 
 
-def _is_light(request: CompletionRequest) -> bool:
-    if is_constrained(request):
-        return False
-    return not is_text(request.prompt) and (isinstance(request.prompt[0], int) or len(request.prompt) <= LIGHT_PROMPTS)
-
-
 COMPLETIONS = Endpoint(
     kind=CompletionRequest,
     bulk={"prompt": "", "user": "", **BULK},
     read=_read,
-    is_light=_is_light,
+    is_light=lambda request: not is_constrained(request) and is_light(request.prompt),
     characters=lambda request, _: characters_of(request.prompt),
 )

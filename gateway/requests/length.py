@@ -9,7 +9,7 @@ import msgspec
 
 from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.requests import chat
-from yardstick_llm.gateway.requests.completions import LIGHT_TEXTS, characters_of, is_text, read_prompts
+from yardstick_llm.gateway.requests.completions import characters_of, is_light, read_prompts
 from yardstick_llm.gateway.requests.endpoint import Endpoint, Model
 from yardstick_llm.gateway.schemas.chat import ChatMessage
 from yardstick_llm.gateway.schemas.common import MAX_ITEMS, ModelRequest, Usage
@@ -204,13 +204,6 @@ def _pairs(
     return Prepared(rows, prefix, param=param)
 
 
-def _is_light(request: LengthRequest) -> bool:
-    if request.messages is not None or is_text(request.input) or is_text(request.prompt) or is_text(request.partial):
-        return False
-    fields = (request.input, request.prompt, request.partial)
-    return all(len(field) <= LIGHT_TEXTS or isinstance(field[0], int) for field in fields if field)
-
-
 def _characters(request: LengthRequest, query_once: bool) -> int:
     answers = 1 if request.partial is None or isinstance(request.partial, str) else len(request.partial)
     once = characters_of(request.prompt) + chat.characters_of(request.messages)
@@ -229,6 +222,6 @@ LENGTH = Endpoint(
         "user": "",
     },
     read=_read,
-    is_light=_is_light,
+    is_light=lambda request: request.messages is None and all(map(is_light, (request.input, request.prompt, request.partial))),
     characters=_characters,
 )

@@ -9,7 +9,7 @@ import msgspec
 
 from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.presets.preset import Task
-from yardstick_llm.gateway.requests.completions import LIGHT_TEXTS, characters_of, is_text, read_prompts, sorted_out
+from yardstick_llm.gateway.requests.completions import characters_of, is_light, is_text, read_prompts, sorted_out
 from yardstick_llm.gateway.requests.endpoint import Endpoint, Model
 from yardstick_llm.gateway.requests.length import MAX_TEXTS, Texts
 from yardstick_llm.gateway.requests.pairs import Pairs, preset_of
@@ -328,10 +328,6 @@ def _read(model: Model, task: Task, cuts: Truncation, given: Texts, param: str) 
     return Pairs(model, preset_of(model, task), cuts, param).prepared(texts)
 
 
-def _light(given: Texts | None) -> bool:
-    return given is None or (not is_text(given) and (len(given) <= LIGHT_TEXTS or isinstance(given[0], int)))
-
-
 CLASSIFY = Endpoint(
     kind=ClassifyRequest,
     bulk={"input": "", "user": ""},
@@ -342,7 +338,7 @@ EMBEDDINGS = Endpoint(
     kind=EmbeddingsRequest,
     bulk={"input": "", "inputs": "", "instruction": "", "prompt": "", "user": ""},
     read=_embed,
-    is_light=lambda request: _light(request.input) and _light(request.inputs),
+    is_light=lambda request: is_light(request.input) and is_light(request.inputs),
     characters=lambda request, _: characters_of(request.input) + characters_of(request.inputs),
 )
 COHERE_EMBED = Endpoint(

@@ -27,7 +27,6 @@ from yardstick_llm.gateway.requests.tokenize import (
     TokenizeResponse,
     TokenizerInfo,
 )
-from yardstick_llm.gateway.text.prepared import Prepared
 from yardstick_llm.gateway.workers.workers import Workers
 
 
@@ -148,19 +147,17 @@ def tokenize_routes(pool: Pool, reader: Reader, quotas: Quotas, workers: Workers
         The ids are those that `/v1/completions` and `/v1/chat/completions` use for the same `prompt` or `messages`. A text may be
         longer than the model's context.
         """
-        body = await reader.body(request, TokenizeRequest, data)
-        prepared = await body.read(requested_model(request, pool, body.fields.model))
-        return await _charged(request, prepared)
+        return await converted(request, TokenizeRequest, data)
 
     @post_json(["/detokenize", "/v1/detokenize"], "tokens")
     async def detokenize(request: AnyRequest, data: JSONBody[Body[DetokenizeRequest]]) -> Response[DetokenizeResponse]:
         """Convert token ids to text, with special tokens."""
-        body = await reader.body(request, DetokenizeRequest, data)
-        prepared = await body.read(requested_model(request, pool, body.fields.model))
-        return await _charged(request, prepared)
+        return await converted(request, DetokenizeRequest, data)
 
-    async def _charged(request: AnyRequest, prepared: Prepared) -> Response[Any]:
+    async def converted(request: AnyRequest, kind: type[Any], data: Body[Any]) -> Response[Any]:
         """Charge the tokens like those of a prompt, and respond with the body that the reader has encoded."""
+        body = await reader.body(request, kind, data)
+        prepared = await body.read(requested_model(request, pool, body.fields.model))
         RequestContext.of(request).account.prompt_tokens = prepared.tokens
         await quotas.charge(request, tokens=prepared.tokens)
         return encoded(prepared.response)

@@ -66,11 +66,8 @@ def score_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) 
             async def last(scores: Scores) -> bytes:
                 """Return the last event, which has the best items if there is a ``top_n``."""
                 await form.arrange(scores)
-                answer, rows = (
-                    form.answer(shared_fields(id, job, scores), scores),
-                    form.rows(prepared, scores) if fields.top_n else (),
-                )
-                return await event_with_rows(answer, form.field, rows)
+                answer = form.answer(shared_fields(id, job, scores), scores)
+                return await event_with_rows(answer, form.field, form.rows(prepared, scores) if fields.top_n else ())
 
             return await scoring.stream(job, functools.partial(form.chunk, id), last)
         scores = await scoring.score(job)

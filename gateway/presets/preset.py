@@ -143,7 +143,8 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def item_first(self) -> bool:
         """Whether the document comes before the query, with and without an instruction. Its keys and values then serve every
         query."""
-        return self.task == "rerank" and bool(self.template) and all(map(_puts_document_first, (self.template, self.instructed)))
+        before = ["".join(pieces).partition("{document}")[0] for pieces in (self.template, self.instructed)]
+        return self.task == "rerank" and bool(self.template) and not any("{query}" in text for text in before)
 
     @property
     def takes_instruction(self) -> bool:
@@ -234,11 +235,6 @@ def placeholders(text: str) -> set[str]:
 def fill(piece: str, values: dict[str, str]) -> str:
     """Return ``piece`` with its placeholders replaced, in one pass: a value's own braces are text."""
     return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), piece)
-
-
-def _puts_document_first(pieces: tuple[str, ...]) -> bool:
-    text = "".join(pieces)
-    return "{query}" not in text.partition("{document}")[0]
 
 
 def _check_pieces(name: str, pieces: tuple[str, ...]) -> None:

@@ -63,10 +63,6 @@ class Cuts:
         self._absorbs_after = {token["content"][-1] for token in added_tokens if token.get("rstrip")}
         self._absorbs_before = {token["content"][0] for token in added_tokens if token.get("lstrip")}
 
-    def first(self, text: str) -> int | None:
-        """Return the first safe cut of ``text``; None if there is none."""
-        return self.between(text, 1, len(text))
-
     def last(self, text: str) -> int | None:
         """Return the last safe cut of ``text``; None if there is none."""
         end = len(text)

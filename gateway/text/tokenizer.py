@@ -412,7 +412,7 @@ class Tokenizer(Vocabulary):
         """Return the last, or the first, safe cut of ``text``, whatever precedes or follows it; None if there is none."""
         if self._cuts is None:
             return None
-        return self._cuts.last(text) if last else self._cuts.first(text)
+        return self._cuts.last(text) if last else self._cuts.between(text, 1, len(text))
 
     def encode_ends(self, text: str, most: int, side: str) -> tuple[list[int], bool]:
         """Return at most ``most`` ids of ``text``, with control tokens as plain text, and whether it has more. They are the first

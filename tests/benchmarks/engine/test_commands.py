@@ -23,6 +23,7 @@ from benchmarks.engine.subject import SHAPES, SMALL, TINY, Subject, Workload, ra
 from benchmarks.engine.writing import Pair, Writing
 from tests.checkpoints import make_checkpoint
 from tests.gguf_files import SHAPE, write_gguf
+from tests.processor import multiplies_bytes
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.demo import MODELS
 from yardstick_llm.engine.models.decoder import Decoder
@@ -259,7 +260,7 @@ def test_runtimes_that_are_missing_are_left_out_by_name(tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(instructions() is None, reason="the processor does not multiply bytes")
+@multiplies_bytes
 def test_codes_of_a_gguf_file_are_nearer_than_codes_made_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_gguf(make_checkpoint(tmp_path / "model", "llama", **SHAPE), tmp_path / "small.gguf", "Q4_1")
     assert peer_gguf.main([str(tmp_path / "small.gguf"), "--rounds", "1"]) == 0

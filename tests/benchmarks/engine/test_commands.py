@@ -18,6 +18,7 @@ from benchmarks.engine import accuracy, peer_gguf, peers
 from benchmarks.engine.accuracy import QUICK, Format, demo_material
 from benchmarks.engine.decode import DRAFTS, IMAGES, LOGPROBS, measure, requests
 from benchmarks.engine.engines import Engine, Transformers
+from benchmarks.engine.online import growth
 from benchmarks.engine.records import Store
 from benchmarks.engine.subject import SHAPES, SMALL, TINY, Subject, Workload, random_decoder, subject
 from benchmarks.engine.writing import Pair, Writing
@@ -161,6 +162,23 @@ def test_every_setting_writes_all_texts(engine: Engine, name: str) -> None:
     assert found["tokens"] == 6 * 2 * 10
     assert found["steady_rows"] == 12
     assert 9 < found["steady_context"] < 19
+
+
+def test_no_setting_finds_the_prompts_of_another_in_the_prefix_cache(engine: Engine) -> None:
+    """It would compute less, and its rate would not compare."""
+    computed = []
+    for place, name in enumerate(LOGPROBS):
+        before = engine.loop.stats.computed_tokens
+        measure(engine, Writing(3, 40, 4), 1, LOGPROBS[name], seed=100 + place)
+        computed.append(engine.loop.stats.computed_tokens - before)
+    assert len({*computed}) == 1
+
+
+def test_latency_grows_where_more_is_offered_than_is_answered() -> None:
+    steady, late = [0.01, 0.02] * 8, [0.01 * place for place in range(16)]
+    assert growth(steady) == 0
+    assert growth(late) == pytest.approx(0.12)
+    assert growth([0.5]) == growth([]) == 0
 
 
 @pytest.mark.slow

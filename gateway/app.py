@@ -8,6 +8,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 from litestar import Litestar, Request, Response, Router
@@ -37,10 +38,9 @@ from yardstick_llm.gateway.api.texts import classify_route, embeddings_routes, l
 from yardstick_llm.gateway.errors import GatewayError, from_status
 from yardstick_llm.gateway.http.auth import KeyRing, RequireKey
 from yardstick_llm.gateway.http.body import InFlightLimit
-from yardstick_llm.gateway.http.connection import protocol_factory
-from yardstick_llm.gateway.http.context import RequestContext, answer_request
+from yardstick_llm.gateway.http.connection import BoundedConnection, Connections
+from yardstick_llm.gateway.http.context import RequestContext, answer_request, send_error
 from yardstick_llm.gateway.http.origins import LocalGuard, Origins
-from yardstick_llm.gateway.http.origins import answer_refusal as answer_early
 from yardstick_llm.gateway.images.fetch import ImageFetcher, ImageRoom
 from yardstick_llm.gateway.limits.limiter import Limiter, LocalLimiter, SharedLimiter
 from yardstick_llm.gateway.ops.access_log import AccessLog, LineWriter
@@ -206,7 +206,7 @@ def create_app(
         lifecycle,
         log=access_log,
         tracer=Tracer(sampler_of(os.environ), exporter) if exporter else None,
-        protocol=protocol_factory(settings, telemetry, access_log),
+        protocol=partial(BoundedConnection, Connections(settings, telemetry, access_log)),
         check=origins.refusal if keys else LocalGuard(settings.allowed_hosts, origins, telemetry).refusal,
         route_handlers=[
             v1,
@@ -309,7 +309,7 @@ class Gateway(Litestar):
             await super().__call__(scope, receive, send)
             return
         refusal = self._check(scope)
-        app = super().__call__ if refusal is None else answer_early(refusal)
+        app = super().__call__ if refusal is None else lambda _, __, send: send_error(refusal, send)
         if scope["method"] == "HEAD":  # the server omits the body, because its own copy of the scope says HEAD
             scope = scope | {"method": "GET"}
         await answer_request(app, self.telemetry, self._lifecycle, self._log, self._tracer, scope, receive, send)

@@ -44,6 +44,22 @@ class RowError(Exception):
     """One row cannot be sent, or has no usable answer. The message is for the user."""
 
 
+class Refused(Exception):
+    """The server refused a request, or did not answer it."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer.problem)
+        self.answer = answer
+
+
+async def accepted(call: Call, sender: Sender) -> Answer:
+    """Return the answer to a request. Raises :class:`Refused`, and :class:`CommandError` as :meth:`Sender.send` does."""
+    answer = await sender.send(call)
+    if answer.problem is not None:
+        raise Refused(answer)
+    return answer
+
+
 class Item(NamedTuple):
     """A row that is ready to be sent."""
 
@@ -78,16 +94,9 @@ class Task(ABC):
         """Check a row. Raises :class:`RowError`."""
 
     @abstractmethod
-    def call(self, items: Sequence[Item]) -> Call:
-        """Return the request for ``items``."""
-
-    async def answer(self, items: Sequence[Item], sender: Sender) -> Answer:
-        """Send what ``items`` need; by default their request. Raises :class:`CommandError`."""
-        return await sender.send(self.call(items))
-
-    @abstractmethod
-    def lines(self, items: Sequence[Item], answer: Answer) -> list[bytes]:
-        """Return the output line of each item. Raises :class:`RowError`, or ValueError if the answer cannot be used."""
+    async def compute(self, items: Sequence[Item], sender: Sender) -> list[bytes]:
+        """Send the requests for ``items`` and return the output line of each. Raises :class:`Refused`, :class:`CommandError`, and
+        :class:`RowError` or ValueError if an answer cannot be used."""
 
     @abstractmethod
     def failure(self, row: Row, answer: Answer) -> bytes:
@@ -165,11 +174,13 @@ class TableTask(Task):
         return Item(row, _texts(row, self.texts_column or ""), query)
 
     def call(self, items: Sequence[Item]) -> Call:
+        """Return the request for ``items``."""
         pairs = [(item.query, text) for item in items for text in item.content]
         fields = self.body([query for query, _ in pairs], [text for _, text in pairs])
         return Call(self.path, msgspec.json.encode({**self.constant, **fields}))
 
-    def lines(self, items: Sequence[Item], answer: Answer) -> list[bytes]:
+    async def compute(self, items: Sequence[Item], sender: Sender) -> list[bytes]:
+        answer = await accepted(self.call(items), sender)
         results, count = self.decode(answer.content), sum(len(item.content) for item in items)
         if len(results) != count:
             raise RowError(f"it has {len(results)} results for {count} texts")
@@ -310,10 +321,9 @@ class Batch(Task):
             raise RowError("`stream` is not supported in a batch file")
         return Item(row, request)
 
-    def call(self, items: Sequence[Item]) -> Call:
-        return Call(items[0].content.url, msgspec.json.encode(items[0].content.body))
-
-    def lines(self, items: Sequence[Item], answer: Answer) -> list[bytes]:
+    async def compute(self, items: Sequence[Item], sender: Sender) -> list[bytes]:
+        request = items[0].content
+        answer = await accepted(Call(request.url, msgspec.json.encode(request.body)), sender)
         return [self._line(items[0].row, answer, msgspec.json.decode(answer.content), None)]
 
     def failure(self, row: Row, answer: Answer) -> bytes:
@@ -363,18 +373,18 @@ class Output:
         self._path = path
         self.rows = self.failed = self._size = 0
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise _cannot_write(path, error) from None
         self._synced = time.monotonic()
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._keep_complete(task)
         except BlockingIOError:
-            os.close(self._descriptor)
+            self._file.close()
             raise WrongUsage(f"another run writes to {path}") from None
         except WrongUsage:
-            os.close(self._descriptor)
+            self._file.close()
             raise
 
     def _keep_complete(self, task: Task) -> None:
@@ -386,8 +396,7 @@ class Output:
                 self.rows += 1
                 self.failed += not line.endswith(_SUCCEEDED)
                 self._size += len(line)
-        os.ftruncate(self._descriptor, self._size)
-        os.lseek(self._descriptor, self._size, os.SEEK_SET)
+        self._file.truncate(self._size)
 
     def write(self, lines: Sequence[bytes]) -> None:
         """Append lines. If not all fit, none stays. Raises :class:`CommandError`."""
@@ -395,13 +404,12 @@ class Output:
         size = len(content)
         try:
             while content:
-                content = content[os.write(self._descriptor, content) :]
+                content = content[self._file.write(content) :]
             if time.monotonic() - self._synced >= _SYNC_SECONDS:
-                os.fsync(self._descriptor)
+                os.fsync(self._file)
                 self._synced = time.monotonic()
         except OSError as error:
-            os.ftruncate(self._descriptor, self._size)
-            os.lseek(self._descriptor, self._size, os.SEEK_SET)
+            self._file.truncate(self._size)
             raise _cannot_write(self._path, error) from None
         self._size += size
         self.rows += len(lines)
@@ -410,11 +418,11 @@ class Output:
     def close(self) -> None:
         """Let the disk store all lines. Raises :class:`CommandError`."""
         try:
-            os.fsync(self._descriptor)
+            os.fsync(self._file)
         except OSError as error:
             raise _cannot_write(self._path, error) from None
         finally:
-            os.close(self._descriptor)
+            self._file.close()
 
 
 def _names(line: bytes) -> list[str]:
@@ -556,14 +564,14 @@ class Run:
         """Return a line for each row. If the server refuses several rows together, each is sent alone."""
         if unit.problem is not None:
             return [self._task.failure(unit.row, Answer(problem=unit.problem))]
-        answer = await self._task.answer(unit.items, self._sender)
-        if answer.problem is None:
-            try:
-                return self._task.lines(unit.items, answer)
-            except (RowError, ValueError) as error:
-                answer = Answer(request_id=answer.request_id, problem=f"the answer cannot be used: {error}")
-        elif self._task.stops(answer):
-            raise CommandError(f"the server refused: {answer.problem}")
+        try:
+            return await self._task.compute(unit.items, self._sender)
+        except Refused as refused:
+            answer = refused.answer
+            if self._task.stops(answer):
+                raise CommandError(f"the server refused: {answer.problem}") from None
+        except (RowError, ValueError) as error:
+            answer = Answer(problem=f"the answer cannot be used: {error}")
         if len(unit.items) == 1:
             return [self._task.failure(unit.row, answer)]
         return [line for item in unit.items for line in await self._lines(Unit([item], item.row, item.row.size))]

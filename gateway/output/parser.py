@@ -275,7 +275,15 @@ def short_call_id() -> str:
 _BEGIN = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
 _MOST_BEGIN = 64
 """Characters within which the text begins. Arguments of another form are passed on as they are."""
-_HIGH = re.compile(r"\\u[dD][89abAB]")
+_PIECE = re.compile(
+    r"""[^"\\]+  # characters without an escape
+    |\\[^u]
+    |\\u(?![dD][89abAB]).{4}
+    |\\u[dD][89abAB]..(?:\\u.{4}|(?=[^\\]|\\[^u]))  # a pair of surrogates is one sequence
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+"""The next characters of a JSON string whose meaning is certain: a complete escape sequence, or others."""
 
 
 class CustomInput:
@@ -306,20 +314,10 @@ class CustomInput:
     def _decoded(self) -> str:
         """Return the text up to an escape that is not complete, or to the closing quote."""
         at, decoded = 0, []
-        while (found := _STRING_STOP.search(self._read, at)) is not None:
-            decoded.append(self._read[at : found.start()])
-            at = found.start()
-            if found[0] == '"':
-                self._ended, self._read = True, ""
-                return "".join(decoded)
-            end = _escape_end(self._read, at)
-            if end is None:
-                break
-            decoded.append(_unescaped(self._read[at:end]))
-            at = end
-        else:
-            decoded.append(self._read[at:])
-            at = len(self._read)
+        while (found := _PIECE.match(self._read, at)) is not None:
+            decoded.append(_unescaped(found[0]) if found[0].startswith("\\") else found[0])
+            at = found.end()
+        self._ended = self._read.startswith('"', at)
         self._read = self._read[at:]
         return "".join(decoded)
 
@@ -327,20 +325,6 @@ class CustomInput:
 def _may_begin(read: str) -> bool:
     """Whether ``read`` may become the beginning of the expected arguments."""
     return f'{{"{CUSTOM_INPUT}":"'.startswith("".join(read.split()))
-
-
-def _escape_end(text: str, at: int) -> int | None:
-    """Return the end of the escape sequence at ``at``; None if it is not complete. A pair of surrogates is one sequence."""
-    if text.startswith("\\u", at):
-        pair = _HIGH.match(text, at) is not None
-        if pair and len(text) > at + 6 and text[at + 6] != "\\":
-            pair = False
-        if pair and len(text) > at + 7 and text[at + 7] != "u":
-            pair = False
-        end = at + (12 if pair else 6)
-    else:
-        end = at + 2
-    return end if len(text) >= end else None
 
 
 def _unescaped(sequence: str) -> str:

@@ -37,18 +37,6 @@ FLAGS = {
     "image_hosts": "--image-host",
 }
 """Options of the command line, by setting."""
-LISTS = (
-    "engines",
-    "allowed_hosts",
-    "cors_origins",
-    "presets",
-    "tool_parsers",
-    "reasoning_parsers",
-    "aliases",
-    "fallbacks",
-    "image_hosts",
-)
-"""Settings with several entries, separated by commas in the environment."""
 
 
 class SettingsError(ValueError):
@@ -311,6 +299,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def stored_response_bytes(self) -> int:
         """Longest conversation with which a response is stored, in bytes."""
         return self.stored_responses_bytes // 64
+
+
+LISTS = tuple(field.name for field in msgspec.structs.fields(Settings) if field.type == tuple[str, ...])
+"""Settings with several entries, separated by commas in the environment."""
 
 
 def load_settings(environment: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:

@@ -172,8 +172,7 @@ class RequestContext(RequestRecord):
     @staticmethod
     def of(connection: ASGIConnection) -> RequestContext:  # type: ignore[type-arg]
         """Return the context of the request of ``connection``."""
-        context: RequestContext = connection.scope[_KEY]  # type: ignore[literal-required]
-        return context
+        return RequestContext.in_scope(connection.scope)
 
     @staticmethod
     def in_scope(scope: Scope) -> RequestContext:

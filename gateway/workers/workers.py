@@ -93,9 +93,7 @@ class Channel(asyncio.Protocol):
         self._handle: int | None = None
         self._transport: asyncio.Transport
         self._buffer = bytearray()
-        self._wanted = HEADER.size
-        self._in_header = True
-        self._answer: asyncio.Future[bytearray | memoryview] | None = None
+        self._answer: asyncio.Future[memoryview] | None = None
         self._lost: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         """Number of the signal that ended the process."""
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -199,28 +197,16 @@ class Channel(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's class does not inherit from it
 
     def data_received(self, data: bytes) -> None:
-        """Collect an answer and deliver it when it is complete. A bytearray grows in place; to join parts at the end takes a
-        millisecond for each megabyte."""
-        if not self._buffer and self._in_header and len(data) > HEADER.size:
-            size, _body, last = HEADER.unpack_from(data)
-            if len(data) == HEADER.size + size:  # one answer, as nearly always
-                self.retiring |= last
-                self._deliver(memoryview(data)[HEADER.size :])
-                return
+        """Collect an answer and deliver it when it is complete. A worker has one job at a time, so nothing follows an answer. A
+        bytearray grows in place; to join parts at the end takes a millisecond for each megabyte."""
         self._buffer += data
-        while len(self._buffer) >= self._wanted:
-            part, self._buffer = self._buffer, self._buffer[self._wanted :]
-            if len(part) > self._wanted:
-                del part[self._wanted :]
-            if self._in_header:
-                self._wanted, _body, last = HEADER.unpack(part)
-                self.retiring |= last
-            else:
-                self._wanted = HEADER.size
-                self._deliver(part)
-            self._in_header = not self._in_header
-
-    def _deliver(self, answer: bytearray | memoryview) -> None:
+        if len(self._buffer) < HEADER.size:
+            return
+        size, _body, last = HEADER.unpack_from(self._buffer)
+        if len(self._buffer) < HEADER.size + size:
+            return
+        answer, self._buffer = memoryview(self._buffer)[HEADER.size :], bytearray()
+        self.retiring |= last
         self.answered += 1
         waiting, self._answer = self._answer, None
         if waiting is not None and not waiting.done():

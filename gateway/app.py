@@ -137,7 +137,8 @@ def create_app(
     token."""
     lifecycle = lifecycle or Lifecycle()
     telemetry = Telemetry(usage_keys=settings.usage_keys)
-    workers = Workers(text_capacity(settings), telemetry)
+    text_workers = settings.text_workers or default_workers()
+    workers = Workers(Capacity(text_workers, TEXT_JOB_MIB, settings.max_waiting, settings.text_queue_bytes), telemetry)
     stores = Stores.opened(settings, telemetry)
     pool = _pool(settings, telemetry, workers)
     adapters = AdapterManager(pool, stores.store, telemetry, interval=settings.probe_seconds)
@@ -232,7 +233,13 @@ def _v1(
         telemetry,
         text_seconds=settings.text_seconds,
         job_mib=TEXT_JOB_MIB,
-        fetcher=_image_fetcher(settings, telemetry),
+        fetcher=ImageFetcher(
+            settings.image_hosts,
+            telemetry.images,
+            seconds=IMAGE_SECONDS,
+            most_bytes=IMAGE_BYTES,
+            most_request_bytes=settings.max_body_bytes,
+        ),
         image_room=ImageRoom(settings.max_bytes_in_flight, telemetry.images),
         quotas=quotas,
         formats=settings.chosen_formats,
@@ -347,25 +354,9 @@ class Stores:
         return cls(limiter=limiter, store=store, tasks=tasks)
 
 
-def text_capacity(settings: Settings) -> Capacity:
-    """Return the bounds on text workers and on the requests that wait for them."""
-    workers = settings.text_workers or default_workers()
-    return Capacity(workers, TEXT_JOB_MIB, settings.max_waiting, settings.text_queue_bytes)
-
-
 def text_bounds(settings: Settings) -> Bounds:
     """Return the bounds on one request."""
     return Bounds(settings.max_sequences, settings.max_request_tokens, settings.max_request_characters)
-
-
-def _image_fetcher(settings: Settings, telemetry: Telemetry) -> ImageFetcher:
-    return ImageFetcher(
-        settings.image_hosts,
-        telemetry.images,
-        seconds=IMAGE_SECONDS,
-        most_bytes=IMAGE_BYTES,
-        most_request_bytes=settings.max_body_bytes,
-    )
 
 
 def _access_log(settings: Settings, log: LineWriter | None, telemetry: Telemetry) -> AccessLog | None:

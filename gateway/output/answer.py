@@ -10,7 +10,7 @@ import msgspec
 
 from yardstick_llm.gateway.output.families import FAMILIES, Function
 from yardstick_llm.gateway.output.lark import Lark, TokenOf
-from yardstick_llm.gateway.output.parser import Content, Part, Reasoning, Scanner, Steps, ToolParser, before_space, held_for
+from yardstick_llm.gateway.output.parser import Content, Part, Reasoning, Scanner, Steps, ToolParser, before_space
 
 AUTOMATIC, NO_FORMAT = "auto", "none"
 """Formats that are chosen by the model's chat template, and that are not looked for."""
@@ -119,20 +119,17 @@ class ThinkingParser:
         scan, close = self._scan, self._tags.close
         yield from scan.space()
         scan.mark = scan.at
-        searched = 0
-        while True:
-            begin = scan.mark + searched
-            found = scan.text.find(close, begin)
-            end = found if found >= 0 else held_for(scan.text, begin, (close,)) if not scan.ended else len(scan.text)
-            certain = before_space(scan.text, scan.mark, end)
-            self._split.reasoning += scan.text[scan.mark : certain]
-            scan.mark = certain
-            if found >= 0 or scan.ended:
-                self.closed = found >= 0
-                scan.at = found + len(close) if found >= 0 else len(scan.text)
-                return
-            searched = end - scan.mark
-            yield
+        self.closed = yield from scan.before((close,), self._pass)
+        if self.closed:
+            scan.at += len(close)
+        else:
+            scan.at = len(scan.text)
+            self._pass(before_space(scan.text, scan.mark, scan.at))
+
+    def _pass(self, end: int) -> None:
+        """Pass the section on up to ``end``."""
+        self._split.reasoning += self._scan.text[self._scan.mark : end]
+        self._scan.mark = end
 
 
 _CONSTRAINT = "constraint"

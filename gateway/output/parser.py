@@ -112,6 +112,24 @@ class Scanner:
             searched = max(0, len(self.text) - self.at - longest + 1)
             yield from self.more()
 
+    def before(self, markers: tuple[str, ...], passed: Callable[[int], None]) -> Steps[bool]:
+        """Read text up to the first of ``markers``, which is not read; return False at the end of the text. ``passed`` moves
+        :attr:`mark` to the place that it gets: the end of the text that is certain, without the whitespace before it."""
+        searched, spaces = self.at - self.mark, 0  # characters from the mark on without a marker; those known to be whitespace
+        while True:
+            begin, unknown = self.mark + searched, self.mark + spaces
+            found = min((place for marker in markers if (place := self.text.find(marker, begin)) >= 0), default=-1)
+            end = found if found >= 0 else held_for(self.text, begin, markers)
+            if (certain := before_space(self.text, unknown, end)) > unknown:
+                passed(certain)
+            if found >= 0:
+                self.at = found
+                return True
+            if self.ended:
+                return False
+            searched = spaces = end - self.mark
+            yield
+
     def string(self) -> Steps[str]:
         """Read a JSON string and return its text with the quotes."""
         begin = self.at - self.mark
@@ -456,23 +474,11 @@ class ToolParser(ABC):
 
     def _content(self) -> Steps[bool]:
         """Pass content on, without the whitespace before the next marker, and stop before the marker. Return False at the end."""
-        scan = self.scan
-        searched, spaces = scan.at - scan.mark, 0  # characters from the mark on without a marker; those known to be whitespace
-        while True:
-            begin, unknown = scan.mark + searched, scan.mark + spaces
-            found = min((place for marker in self.markers if (place := scan.text.find(marker, begin)) >= 0), default=-1)
-            end = found if found >= 0 else held_for(scan.text, begin, self.markers)
-            if (told := before_space(scan.text, unknown, end)) > unknown:
-                self.tell(told)
-            if found >= 0:
-                scan.at = found
-                return True
-            if scan.ended:
-                if not self.calls or scan.text[scan.mark :].strip():
-                    self.tell(len(scan.text))
-                return False
-            searched = spaces = end - scan.mark
-            yield
+        if (yield from self.scan.before(self.markers, self.tell)):
+            return True
+        if not self.calls or self.scan.text[self.scan.mark :].strip():
+            self.tell(len(self.scan.text))
+        return False
 
     def tell(self, end: int) -> None:
         """Pass the text from :attr:`Scanner.mark` to ``end`` on as content."""

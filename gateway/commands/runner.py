@@ -25,7 +25,16 @@ import msgspec
 
 from yardstick_llm.gateway.commands import CommandError, Interrupted, WrongUsage
 from yardstick_llm.gateway.commands.client import Answer, Call, Report, Sender, Server
-from yardstick_llm.gateway.commands.files import FORMATS, Row, Source, UnreadableInput, import_arrow, open_source, write_table
+from yardstick_llm.gateway.commands.files import (
+    FORMATS,
+    Row,
+    Source,
+    UnreadableInput,
+    import_arrow,
+    open_source,
+    reason_of,
+    write_table,
+)
 
 MAX_HELD_BYTES = 64 << 20
 """Bytes of rows and results in memory above which no further row is read."""
@@ -433,8 +442,7 @@ def _names(line: bytes) -> list[str]:
 
 
 def _cannot_write(path: Path, error: OSError) -> CommandError:
-    reason = (error.strerror or str(error)).lower()
-    return CommandError(f"cannot write {path}: {reason}; the same command continues the run once that is solved")
+    return CommandError(f"cannot write {path}: {reason_of(error)}; the same command continues the run once that is solved")
 
 
 @dataclass

@@ -46,6 +46,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.process.event_loop import end_tasks
 from yardstick_llm.gateway.store.link import Link, RedisAway, Script
 
 RATES = ("requests", "tokens", "items")
@@ -376,9 +377,7 @@ class SharedLimiter:
 
     async def stop(self) -> None:
         """Stop the background tasks and settle the leases that have ended."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         await self._settle_all()
 
     async def take(self, lease: Lease) -> Verdict:

@@ -259,7 +259,7 @@ class Telemetry(Metrics):
         lookups = self._of_model("cache_lookups", "Results looked up in the cache.", "result")
         self._lookup_seconds = self._histogram("cache_lookup_seconds", "One request's lookup.", buckets=LOOKUP_SECONDS)
         self.cache_writes = self._counter("cache_writes", "Results to write to Redis, by outcome.", "result")
-        self._redis_up = self._gauge("redis_available", "Whether Redis is in use: 0 while it is unavailable.")
+        self.redis_up = self._gauge("redis_available", "Whether Redis is in use: 0 while it is unavailable.")
         self.redis_errors = self._counter(
             "redis_errors", "Calls of Redis that failed, by kind: timeout, error, full, disk or rights.", "kind"
         )
@@ -356,10 +356,6 @@ class Telemetry(Metrics):
         found.inc(hits)
         missing.inc(misses)
         self._lookup_seconds.observe(seconds)
-
-    def redis_available(self, available: bool) -> None:
-        """Record the state of the circuit breaker: closed if ``available``."""
-        self._redis_up.set(available)
 
     def used(self, key: str, account: Account) -> None:
         """Count a finished request of the key called ``key``, with the numbers of the access log."""

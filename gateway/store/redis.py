@@ -29,6 +29,7 @@ from typing import Any
 from redis.asyncio import RedisCluster
 
 from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.process.event_loop import end_tasks
 from yardstick_llm.gateway.store.base import (
     READ_BYTES,
     REMOVED_AT_ONCE,
@@ -330,9 +331,7 @@ class RedisStore:
 
     async def stop(self) -> None:
         """Stop the background task and write the queued values."""
-        if self._writer is not None:
-            self._writer.cancel()
-            await asyncio.gather(self._writer, return_exceptions=True)
+        await end_tasks(self._writer)
         while self._queue:
             await self._write()
 

@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import BinaryIO, Literal, Protocol, cast
+from typing import BinaryIO, Literal, cast
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -29,6 +29,7 @@ import msgspec
 from yardstick_llm.engine.wire import TokenizerFiles
 from yardstick_llm.gateway.errors import Overloaded
 from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.process.event_loop import end_tasks
 from yardstick_llm.gateway.text.vocabulary import TokenizerError, Vocabulary, VocabularyTable
 from yardstick_llm.gateway.workers.messages import (
     HEADER,
@@ -248,18 +249,6 @@ async def connect(generation: int, closed: Callable[[Channel], None]) -> tuple[C
     return channel, theirs
 
 
-class Process(Protocol):
-    """The part of :class:`subprocess.Popen` that is used here."""
-
-    pid: int
-
-    def kill(self) -> None:
-        """End the process."""
-
-    def wait(self) -> int:
-        """Wait until the process has ended."""
-
-
 class ForksLostError(Exception):
     """The fork server ended while it carried out an order."""
 
@@ -270,7 +259,7 @@ class Forks(asyncio.Protocol):
     _transport: asyncio.BaseTransport
     _collected: asyncio.Future[int]
 
-    def __init__(self, process: Process, control: socket.socket, ended: Callable[[int, int], None]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, ended: Callable[[int, int], None]) -> None:
         """``ended``: called with process id and signal when a worker has ended."""
         self._process = process
         self._socket = control
@@ -353,7 +342,7 @@ class Forks(asyncio.Protocol):
         self.lost.set_result(None)
 
 
-def start_fork_server(control: socket.socket) -> Process:
+def start_fork_server(control: socket.socket) -> subprocess.Popen[bytes]:
     """Start a fork server that serves ``control``."""
     path = os.pathsep.join(place for place in sys.path if place)
     return subprocess.Popen(  # noqa: S603 - runs at start and after a crash; takes 1 to 2 ms
@@ -410,9 +399,7 @@ class Workers:
     async def stop(self) -> None:
         """End all processes."""
         self._files = {}  # a worker that ends from here on is not replaced
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         channels = list(self._open)
         for channel in channels:
             channel.kill()

@@ -70,12 +70,14 @@ async def accepted(call: Call, sender: Sender) -> Answer:
 
 
 class Item(NamedTuple):
-    """A row that is ready to be sent."""
+    """A row that is ready to be sent, or cannot be."""
 
     row: Row
-    content: Any
+    content: Any = None
     """Its texts, or the request of a batch file."""
     query: str | None = None
+    problem: str | None = None
+    """Why it cannot be sent."""
 
 
 class Task(ABC):
@@ -445,40 +447,33 @@ def _cannot_write(path: Path, error: OSError) -> CommandError:
     return CommandError(f"cannot write {path}: {reason_of(error)}; the same command continues the run once that is solved")
 
 
-@dataclass
-class Unit:
-    """Consecutive rows that share a request, or one row that cannot be sent."""
-
-    items: list[Item]
-    row: Row
-    """The last row."""
-    size: int
-    problem: str | None = None
-
-
-def units(rows: Iterator[Row], task: Task) -> Iterator[Unit]:
-    """Group rows into requests. A group never crosses a multiple of ``task.batch``, so a continued run forms the same groups."""
-    unit: Unit | None = None
+def units(rows: Iterator[Row], task: Task) -> Iterator[list[Item]]:
+    """Group rows into requests; one that cannot be sent is alone. A group never crosses a multiple of ``task.batch``, so a
+    continued run forms the same groups."""
+    unit: list[Item] = []
     for row in rows:
-        problem = row.problem
         try:
-            item = task.item(row) if problem is None else None
+            item = task.item(row) if row.problem is None else Item(row, problem=row.problem)
         except RowError as error:
-            item, problem = None, str(error)
-        if unit is not None and item is not None:
-            same = (row.number - 1) // task.batch == (unit.row.number - 1) // task.batch
-            same = same and (not task.one_query or item.query == unit.items[0].query)
-            if same and unit.size + row.size <= _MAX_REQUEST_BYTES:
-                unit.items.append(item)
-                unit.row, unit.size = row, unit.size + row.size
-                continue
-        if unit is not None:
+            item = Item(row, problem=str(error))
+        if unit and not _share_request(unit, item, task):
             yield unit
-        unit = None if item is None else Unit([item], row, row.size)
-        if item is None:
-            yield Unit([], row, row.size, problem)
-    if unit is not None:
+            unit = []
+        unit.append(item)
+    if unit:
         yield unit
+
+
+def _share_request(unit: Sequence[Item], item: Item, task: Task) -> bool:
+    """Whether ``item`` may follow ``unit`` in one request."""
+    if item.problem is not None or unit[0].problem is not None or (task.one_query and item.query != unit[0].query):
+        return False
+    same = (item.row.number - 1) // task.batch == (unit[0].row.number - 1) // task.batch
+    return same and _size(unit) + item.row.size <= _MAX_REQUEST_BYTES
+
+
+def _size(unit: Sequence[Item]) -> int:
+    return sum(item.row.size for item in unit)
 
 
 def _readable(rows: Iterator[Row], errors: list[UnreadableInput]) -> Iterator[Row]:
@@ -503,7 +498,7 @@ class Run:
         self._output = output
         self._total = total
         self._report = report
-        self._pending: deque[tuple[Unit, asyncio.Task[list[bytes]]]] = deque()
+        self._pending: deque[tuple[list[Item], asyncio.Task[list[bytes]]]] = deque()
         """Units whose lines are not written yet."""
         self._held = 0
         """Bytes of their rows and lines."""
@@ -532,7 +527,7 @@ class Run:
             while self._pending and (len(self._pending) >= window or self._held >= MAX_HELD_BYTES):
                 await self._next_end()
                 self._write_complete()
-            self._held += unit.size
+            self._held += _size(unit)
             self._pending.append((unit, group.create_task(self._answered(unit))))
             await asyncio.sleep(0)
             self._write_complete()
@@ -558,31 +553,31 @@ class Run:
             unit, lines = self._pending[0][0], task.result()
             self._output.write(lines)
             self._pending.popleft()
-            self._held -= unit.size + sum(map(len, lines))
+            self._held -= _size(unit) + sum(map(len, lines))
         if self._output.rows != before:
             counts = f"{self._output.rows} rows, {self._output.failed} failed"
-            self._report.update(unit.row.position if self._task.ordered else self._output.rows, self._total, counts)
+            self._report.update(unit[-1].row.position if self._task.ordered else self._output.rows, self._total, counts)
 
-    async def _answered(self, unit: Unit) -> list[bytes]:
+    async def _answered(self, unit: list[Item]) -> list[bytes]:
         lines = await self._lines(unit)
         self._held += sum(map(len, lines))
         return lines
 
-    async def _lines(self, unit: Unit) -> list[bytes]:
+    async def _lines(self, unit: list[Item]) -> list[bytes]:
         """Return a line for each row. If the server refuses several rows together, each is sent alone."""
-        if unit.problem is not None:
-            return [self._task.failure(unit.row, Answer(problem=unit.problem))]
+        if unit[0].problem is not None:
+            return [self._task.failure(unit[0].row, Answer(problem=unit[0].problem))]
         try:
-            return await self._task.compute(unit.items, self._sender)
+            return await self._task.compute(unit, self._sender)
         except Refused as refused:
             answer = refused.answer
             if self._task.stops(answer):
                 raise CommandError(f"the server refused: {answer.problem}") from None
         except (RowError, ValueError) as error:
             answer = Answer(problem=f"the answer cannot be used: {error}")
-        if len(unit.items) == 1:
-            return [self._task.failure(unit.row, answer)]
-        return [line for item in unit.items for line in await self._lines(Unit([item], item.row, item.row.size))]
+        if len(unit) == 1:
+            return [self._task.failure(unit[0].row, answer)]
+        return [line for item in unit for line in await self._lines([item])]
 
 
 def execute(
@@ -613,7 +608,16 @@ def execute(
         return _said(output, *_counted(output, task))
     lines = Output(part, task)
     try:
-        _send_missing(task, source, lines, server, concurrency, retry_seconds)
+        rows, done = source.rows(task.read), lines.rows
+        skipped = sum(1 for _ in islice(rows, done))
+        if skipped < done:
+            raise WrongUsage(f"the output has {done} rows, and {input} has {skipped}; name another --output, or remove the old one")
+        if (first := next(rows, None)) is not None:
+            with server() as running, Report(f"yardstick {task.command}", source.total) as report:
+                if done:
+                    report.say(f"continuing after row {done}")
+                run = Run(task, Sender(running, concurrency, retry_seconds), lines, source.total, report)
+                asyncio.run(run.run(chain([first], rows), _WINDOW * concurrency))
     finally:
         lines.close()
     if part != output:
@@ -623,29 +627,6 @@ def execute(
             raise _cannot_write(output, error) from None
         part.unlink()
     return _said(output, lines.rows, lines.failed)
-
-
-def _send_missing(
-    task: Task,
-    source: Source,
-    lines: Output,
-    server: Callable[[], AbstractContextManager[Server]],
-    concurrency: int,
-    retry_seconds: float,
-) -> None:
-    rows, done = source.rows(task.read), lines.rows
-    skipped = sum(1 for _ in islice(rows, done))
-    if skipped < done:
-        raise WrongUsage(
-            f"the output has {done} rows, and {source.path} has {skipped}; name another --output, or remove the old one"
-        )
-    if (first := next(rows, None)) is None:
-        return
-    with server() as running, Report(f"yardstick {task.command}", source.total) as report:
-        if done:
-            report.say(f"continuing after row {done}")
-        sender = Sender(running, concurrency, retry_seconds)
-        asyncio.run(Run(task, sender, lines, source.total, report).run(chain([first], rows), _WINDOW * concurrency))
 
 
 def _counted(output: Path, task: Task) -> tuple[int, int]:

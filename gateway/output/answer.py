@@ -161,29 +161,17 @@ def answer_grammar(
     lark = Lark(token_of)
     if calls is None:
         answer = lark.embedded(_CONSTRAINT, constraint)
-    elif calls.forced:
-        answer = _first_marker(lark, calls) + _calls(lark, calls)
     else:
-        answer = _free_calls(lark, calls, constraint)
+        frame = FAMILIES[calls.family].frame
+        after_marker = frame.calls(lark, calls.functions, several=calls.several)
+        whole = after_marker if frame.marker is None else f"{lark.marker(frame.marker)} {after_marker}"
+        if calls.forced:
+            answer = whole
+        elif constraint:
+            answer = f"{whole} | {lark.embedded(_CONSTRAINT, constraint)}"
+        else:
+            answer = frame.free(lark, after_marker, FAMILIES[calls.family].parser.markers)
     return lark.build(_after_thinking(lark, lark.rule("answer", answer), thinking, opened=opened))
-
-
-def _calls(lark: Lark, calls: Calls) -> str:
-    return FAMILIES[calls.family].frame.calls(lark, calls.functions, several=calls.several)
-
-
-def _first_marker(lark: Lark, calls: Calls) -> str:
-    marker = FAMILIES[calls.family].frame.marker
-    return "" if marker is None else f"{lark.marker(marker)} "
-
-
-def _free_calls(lark: Lark, calls: Calls, constraint: str) -> str:
-    """Match text, calls, or text and then calls; with a ``constraint``, what it allows or calls."""
-    frame, markers = FAMILIES[calls.family].frame, FAMILIES[calls.family].parser.markers
-    expression = _calls(lark, calls)
-    if constraint:
-        return f"{_first_marker(lark, calls)}{expression} | {lark.embedded(_CONSTRAINT, constraint)}"
-    return frame.free(lark, expression, markers)
 
 
 def _after_thinking(lark: Lark, answer: str, tags: Tags | None, *, opened: bool) -> str:

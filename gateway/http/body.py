@@ -176,13 +176,9 @@ class InFlightLimit(HttpMiddleware):
 
 def _replay(body: bytes, receive: Receive) -> Receive:
     """Return an ASGI ``receive`` that first gives ``body``, which has been read already, and then calls ``receive``."""
-    kept: bytes | None = body
+    read: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Any:
-        nonlocal kept
-        if kept is None:
-            return await receive()
-        given, kept = kept, None
-        return {"type": "http.request", "body": given, "more_body": False}
+        return read.pop() if read else await receive()
 
     return replayed

@@ -278,8 +278,8 @@ class Pool:
             logger.info("engine %s: ready with %s", replica.client.url, info.model)
         elif replica.ready and not answer.ready:
             logger.warning("engine %s: not ready", replica.client.url)
-        elif answer.ready:
-            await self.adapters.follow(replica, answer.adapters)
+        elif answer.ready and (answer.adapters is None or answer.adapters != replica.adapters_revision):
+            await self.adapters.refresh(replica)
         replica.ready = answer.ready
 
     async def _watch_silence(self) -> None:

@@ -451,25 +451,26 @@ def units(rows: Iterator[Row], task: Task) -> Iterator[list[Item]]:
     """Group rows into requests; one that cannot be sent is alone. A group never crosses a multiple of ``task.batch``, so a
     continued run forms the same groups."""
     unit: list[Item] = []
+    size = 0
     for row in rows:
         try:
             item = task.item(row) if row.problem is None else Item(row, problem=row.problem)
         except RowError as error:
             item = Item(row, problem=str(error))
-        if unit and not _share_request(unit, item, task):
+        if unit and (size + row.size > _MAX_REQUEST_BYTES or not _share_request(unit[0], item, task)):
             yield unit
-            unit = []
+            unit, size = [], 0
         unit.append(item)
+        size += row.size
     if unit:
         yield unit
 
 
-def _share_request(unit: Sequence[Item], item: Item, task: Task) -> bool:
-    """Whether ``item`` may follow ``unit`` in one request."""
-    if item.problem is not None or unit[0].problem is not None or (task.one_query and item.query != unit[0].query):
+def _share_request(first: Item, item: Item, task: Task) -> bool:
+    """Whether ``item`` may be in one request with ``first``."""
+    if item.problem is not None or first.problem is not None or (task.one_query and item.query != first.query):
         return False
-    same = (item.row.number - 1) // task.batch == (unit[0].row.number - 1) // task.batch
-    return same and _size(unit) + item.row.size <= _MAX_REQUEST_BYTES
+    return (item.row.number - 1) // task.batch == (first.row.number - 1) // task.batch
 
 
 def _size(unit: Sequence[Item]) -> int:

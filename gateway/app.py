@@ -8,6 +8,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 from litestar import Litestar, Request, Response, Router
@@ -36,10 +37,9 @@ from yardstick_llm.gateway.api.texts import classify_route, embeddings_routes, l
 from yardstick_llm.gateway.errors import GatewayError, from_status
 from yardstick_llm.gateway.http.auth import KeyRing, RequireKey
 from yardstick_llm.gateway.http.body import InFlightLimit
-from yardstick_llm.gateway.http.connection import protocol_factory
-from yardstick_llm.gateway.http.context import RequestContext, answer_request
+from yardstick_llm.gateway.http.connection import BoundedConnection, Connections
+from yardstick_llm.gateway.http.context import RequestContext, answer_request, send_error
 from yardstick_llm.gateway.http.origins import LocalGuard, Origins
-from yardstick_llm.gateway.http.origins import answer_refusal as answer_early
 from yardstick_llm.gateway.images.fetch import ImageFetcher, ImageRoom
 from yardstick_llm.gateway.limits.limiter import Limiter, LocalLimiter, SharedLimiter
 from yardstick_llm.gateway.ops.access_log import AccessLog, LineWriter
@@ -67,6 +67,8 @@ from yardstick_llm.tracing.export import Exporter, TracingError
 from yardstick_llm.tracing.sampling import sampler_of
 from yardstick_llm.tracing.setup import open_exporter
 
+logger = logging.getLogger(__name__)
+
 CONNECT_SECONDS = 2.0
 """Longest wait for a connection to an engine."""
 RESOLVE_SECONDS = 5.0
@@ -80,38 +82,8 @@ STARTUP_SECONDS = 60.0
 led to a model yet. A loading engine names its model; requests for that model are answered 503 in any case."""
 
 
-@dataclass(frozen=True)
-class Fleet:
-    """The engines of a gateway."""
-
-    dispatcher: Dispatcher
-    fan_out: FanOut
-    pool: Pool
-
-    @classmethod
-    def of(cls, settings: Settings, telemetry: Telemetry, workers: Workers) -> Self:
-        """Create the parts. Connects to nothing. Raises :class:`SettingsError` if the engine token is missing."""
-        dispatcher = Dispatcher(
-            telemetry, wait_seconds=settings.wait_seconds, max_waiting=settings.max_waiting, hedge_budget=settings.hedge_budget
-        )
-        fan_out = FanOut(dispatcher, telemetry, split_tokens=settings.split_tokens, idle_split_tokens=settings.idle_split_tokens)
-        pool = Pool(
-            {entry: discover(entry, resolve_seconds=RESOLVE_SECONDS) for entry in settings.engines},
-            _connector(settings),
-            telemetry,
-            workers,
-            probe_seconds=settings.probe_seconds,
-            silence_seconds=SILENCE_SECONDS,
-            startup_seconds=STARTUP_SECONDS,
-            presets=settings.chosen_presets,
-            names=Names(settings.chosen_aliases, settings.chosen_fallbacks),
-        )
-        return cls(dispatcher, fan_out, pool)
-
-
-def _connector(settings: Settings) -> Callable[[str, str], Replica]:
-    """Return a function that creates the replica for a URL and the entry that listed it. Raises :class:`SettingsError` if the
-    engine token is missing."""
+def _pool(settings: Settings, telemetry: Telemetry, workers: Workers) -> Pool:
+    """Create the pool of engines, which connects to nothing yet. Raises :class:`SettingsError` if the engine token is missing."""
     try:
         token = EngineToken(settings.engine_token_file) if settings.engine_token_file else None
     except (OSError, ValueError) as error:
@@ -121,10 +93,18 @@ def _connector(settings: Settings) -> Callable[[str, str], Replica]:
         client = EngineClient(url, connect_seconds=CONNECT_SECONDS, engine_seconds=settings.engine_seconds, token=token)
         return Replica(client, entry, Health())
 
-    return connect
+    return Pool(
+        {entry: discover(entry, resolve_seconds=RESOLVE_SECONDS) for entry in settings.engines},
+        connect,
+        telemetry,
+        workers,
+        probe_seconds=settings.probe_seconds,
+        silence_seconds=SILENCE_SECONDS,
+        startup_seconds=STARTUP_SECONDS,
+        presets=settings.chosen_presets,
+        names=Names(settings.chosen_aliases, settings.chosen_fallbacks),
+    )
 
-
-logger = logging.getLogger(__name__)
 
 START_SECONDS = 1.0
 """Time after the start from which the watchdog measures delays of the event loop."""
@@ -156,10 +136,11 @@ def create_app(
     token."""
     lifecycle = lifecycle or Lifecycle()
     telemetry = Telemetry(usage_keys=settings.usage_keys)
-    workers = Workers(text_capacity(settings), telemetry)
+    text_workers = settings.text_workers or default_workers()
+    workers = Workers(Capacity(text_workers, TEXT_JOB_MIB, settings.max_waiting, settings.text_queue_bytes), telemetry)
     stores = Stores.opened(settings, telemetry)
-    fleet = Fleet.of(settings, telemetry, workers)
-    adapters = AdapterManager(fleet.pool, stores.store, telemetry, interval=settings.probe_seconds)
+    pool = _pool(settings, telemetry, workers)
+    adapters = AdapterManager(pool, stores.store, telemetry, interval=settings.probe_seconds)
     keys = _key_ring(settings)
     origins = Origins(settings.cors_origins)
     access_log = _access_log(settings, log, telemetry)
@@ -171,7 +152,7 @@ def create_app(
         """Run the parts with work in the background. What requests use stops after what sends requests."""
         watchdog.start(after=START_SECONDS)
         workers.start()
-        fleet.pool.start()
+        pool.start()
         adapters.start()
         if exporter:
             exporter.start()
@@ -185,7 +166,7 @@ def create_app(
             if keys:
                 keys.stop()
             await adapters.stop()
-            await fleet.pool.stop()
+            await pool.stop()
             await workers.stop()
             watchdog.stop()
             for task in stores.tasks:
@@ -196,7 +177,7 @@ def create_app(
     quotas = Quotas(stores.limiter, telemetry)
     v1 = Router(
         path="",
-        route_handlers=_v1(settings, telemetry, workers, stores, fleet, adapters, quotas),
+        route_handlers=_v1(settings, telemetry, workers, stores, pool, adapters, quotas),
         middleware=[*([RequireKey(keys)] if keys else []), InFlightLimit(settings, telemetry, quotas.charge_refusal)],
         security=KEY if keys else NO_KEY,
     )
@@ -205,11 +186,11 @@ def create_app(
         lifecycle,
         log=access_log,
         tracer=Tracer(sampler_of(os.environ), exporter) if exporter else None,
-        protocol=protocol_factory(settings, telemetry, access_log),
+        protocol=partial(BoundedConnection, Connections(settings, telemetry, access_log)),
         check=origins.refusal if keys else LocalGuard(settings.allowed_hosts, origins, telemetry).refusal,
         route_handlers=[
             v1,
-            *health_routes(fleet.pool, keys, telemetry, lifecycle, metrics_names=settings.metrics_names),
+            *health_routes(pool, keys, telemetry, lifecycle, metrics_names=settings.metrics_names),
             asset_route(),
             *(console_routes() if settings.console else []),
         ],
@@ -240,36 +221,48 @@ def _v1(
     telemetry: Telemetry,
     workers: Workers,
     stores: Stores,
-    fleet: Fleet,
+    pool: Pool,
     adapters: AdapterManager,
     quotas: Quotas,
 ) -> list[HTTPRouteHandler]:
     """Create the endpoints that need an API key, on a server with keys."""
-    pool = fleet.pool
     reader = Reader(
         workers,
         text_bounds(settings),
         telemetry,
         text_seconds=settings.text_seconds,
         job_mib=TEXT_JOB_MIB,
-        fetcher=_image_fetcher(settings, telemetry),
+        fetcher=ImageFetcher(
+            settings.image_hosts,
+            telemetry.images,
+            seconds=IMAGE_SECONDS,
+            most_bytes=IMAGE_BYTES,
+            most_request_bytes=settings.max_body_bytes,
+        ),
         image_room=ImageRoom(settings.max_bytes_in_flight, telemetry.images),
         quotas=quotas,
         formats=settings.chosen_formats,
     )
-    scoring = Scoring(Scorer(stores.store, fleet.fan_out, telemetry), quotas, telemetry, KEEPALIVE_SECONDS)
-    generator = Generator(fleet.dispatcher, quotas, telemetry, KEEPALIVE_SECONDS)
-    scanner = Scanner(stores.catalogues, pool, reader.bounds, scoring)
+    dispatcher = Dispatcher(
+        telemetry, wait_seconds=settings.wait_seconds, max_waiting=settings.max_waiting, hedge_budget=settings.hedge_budget
+    )
+    fan_out = FanOut(dispatcher, telemetry, split_tokens=settings.split_tokens, idle_split_tokens=settings.idle_split_tokens)
+    scoring = Scoring(Scorer(stores.store, fan_out, telemetry), quotas, telemetry, KEEPALIVE_SECONDS)
+    generator = Generator(dispatcher, quotas, telemetry, KEEPALIVE_SECONDS)
+    catalogues = Catalogues(stores.store, catalogue_space(settings), telemetry)
+    telemetry.catalogues.watch(lambda: stores.store.totals(catalogues.space.name))
+    scanner = Scanner(catalogues, pool, reader.bounds, scoring)
+    responses = Kept(stores.store, response_space(settings), telemetry, settings.stored_response_bytes)
     return [
         score_route(pool, reader, scoring, scanner),
         rerank_route(pool, reader, scoring, scanner),
-        *catalogue_routes(pool, reader, stores.catalogues, quotas),
+        *catalogue_routes(pool, reader, catalogues, quotas),
         classify_route(pool, reader, scoring),
         *embeddings_routes(pool, reader, scoring),
         *tei_routes(pool, reader, scoring),
         completion_route(pool, reader, generator),
         chat_route(pool, reader, generator),
-        *response_routes(pool, reader, Responder(generator, stores.responses)),
+        *response_routes(pool, reader, Responder(generator, responses)),
         length_route(pool, reader, scoring),
         *model_routes(pool),
         *tokenize_routes(pool, reader, quotas, workers),
@@ -307,7 +300,7 @@ class Gateway(Litestar):
             await super().__call__(scope, receive, send)
             return
         refusal = self._check(scope)
-        app = super().__call__ if refusal is None else answer_early(refusal)
+        app = super().__call__ if refusal is None else lambda _, __, send: send_error(refusal, send)
         if scope["method"] == "HEAD":  # the server omits the body, because its own copy of the scope says HEAD
             scope = scope | {"method": "GET"}
         await answer_request(app, self.telemetry, self._lifecycle, self._log, self._tracer, scope, receive, send)
@@ -341,8 +334,6 @@ class Stores:
 
     limiter: Limiter
     store: Store
-    catalogues: Catalogues
-    responses: Kept
     tasks: tuple[RedisStore | SharedLimiter | Link, ...] = ()
     """Those that run in the background, in the order in which they stop; none if all is in memory."""
 
@@ -358,31 +349,12 @@ class Stores:
             shared = RedisStore(link, telemetry, prefix=prefix, cache_seconds=CACHE_TTL_SECONDS)
             store, limiter = shared, SharedLimiter(link, telemetry, prefix=prefix)
             tasks = (limiter, shared, link)
-        catalogues = Catalogues(store, catalogue_space(settings), telemetry)
-        telemetry.catalogues.watch(lambda: store.totals(catalogues.space.name))
-        responses = Kept(store, response_space(settings), telemetry, settings.stored_response_bytes)
-        return cls(limiter=limiter, store=store, catalogues=catalogues, responses=responses, tasks=tasks)
-
-
-def text_capacity(settings: Settings) -> Capacity:
-    """Return the bounds on text workers and on the requests that wait for them."""
-    workers = settings.text_workers or default_workers()
-    return Capacity(workers, TEXT_JOB_MIB, settings.max_waiting, settings.text_queue_bytes)
+        return cls(limiter=limiter, store=store, tasks=tasks)
 
 
 def text_bounds(settings: Settings) -> Bounds:
     """Return the bounds on one request."""
     return Bounds(settings.max_sequences, settings.max_request_tokens, settings.max_request_characters)
-
-
-def _image_fetcher(settings: Settings, telemetry: Telemetry) -> ImageFetcher:
-    return ImageFetcher(
-        settings.image_hosts,
-        telemetry.images,
-        seconds=IMAGE_SECONDS,
-        most_bytes=IMAGE_BYTES,
-        most_request_bytes=settings.max_body_bytes,
-    )
 
 
 def _access_log(settings: Settings, log: LineWriter | None, telemetry: Telemetry) -> AccessLog | None:

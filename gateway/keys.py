@@ -117,19 +117,16 @@ def parse_keys(content: bytes) -> ParsedKeys:
     """Return the valid entries of a key file, and what is wrong with the others. Raises :class:`ValueError` for another form."""
     decoded: list[ApiKey] = []
     problems: list[str] = []
-    for place, raw in enumerate(_decode_file(content).keys):
+    try:
+        entries = msgspec.json.decode(content, type=_Entries).keys
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    for place, raw in enumerate(entries):
         try:
             decoded.append(_entry.decode(raw))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             problems.append(f"keys[{place}]: {error}")
     return ParsedKeys(_unambiguous(decoded, problems), problems)
-
-
-def _decode_file(content: bytes) -> _Entries:
-    try:
-        return _entries.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(str(error)) from None
 
 
 def _unambiguous(keys: list[ApiKey], problems: list[str]) -> list[ApiKey]:
@@ -158,5 +155,4 @@ def _unambiguous(keys: list[ApiKey], problems: list[str]) -> list[ApiKey]:
     return list(known.values())
 
 
-_entries = msgspec.json.Decoder(_Entries)
 _entry = msgspec.json.Decoder(ApiKey)

@@ -37,18 +37,6 @@ FLAGS = {
     "image_hosts": "--image-host",
 }
 """Options of the command line, by setting."""
-LISTS = (
-    "engines",
-    "allowed_hosts",
-    "cors_origins",
-    "presets",
-    "tool_parsers",
-    "reasoning_parsers",
-    "aliases",
-    "fallbacks",
-    "image_hosts",
-)
-"""Settings with several entries, separated by commas in the environment."""
 
 
 class SettingsError(ValueError):
@@ -313,6 +301,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.stored_responses_bytes // 64
 
 
+LISTS = tuple(field.name for field in msgspec.structs.fields(Settings) if field.type == tuple[str, ...])
+"""Settings with several entries, separated by commas in the environment."""
+
+
 def load_settings(environment: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:
     """Merge ``environment`` (names that begin with ``YARDSTICK_``) and ``flags`` (by attribute; None means not given; flags win).
 
@@ -454,42 +446,25 @@ Address = StaticAddress | DnsAddress | ServiceAddress
 def parse_address(text: str) -> Address:
     """Parse an entry. Raises :class:`ValueError` with an example of a valid entry."""
     scheme, _, rest = text.partition("://")
-    if scheme in ("http", "https"):
-        return _static(text)
-    if scheme == "dns":
-        return _dns(text)
     if scheme == "kubernetes":
-        return _service(rest)
-    raise ValueError("write it like http://127.0.0.1:8100, dns://engines.default.svc:8100 or kubernetes://engines:http")
-
-
-def _static(text: str) -> StaticAddress:
+        match = _SERVICE.fullmatch(rest)
+        if match is None:
+            raise ValueError("write it like kubernetes://engines:http or kubernetes://models/engines:8100")
+        port = match["port"]
+        if port.isdecimal() and not 1 <= int(port) <= 65535:
+            raise ValueError("a port is a name, or a number from 1 to 65535")
+        return ServiceAddress(match["service"], int(port) if port.isdecimal() else port, match["namespace"])
+    if scheme not in ("http", "https", "dns"):
+        raise ValueError("write it like http://127.0.0.1:8100, dns://engines.default.svc:8100 or kubernetes://engines:http")
     parts = urlsplit(text)
-    if not parts.hostname or not _has_port_or_none(text):
+    try:
+        host, number = parts.hostname, parts.port
+    except ValueError:  # the port is no number
+        host, number = None, None
+    if scheme == "dns":
+        if not host or not number or parts.path:
+            raise ValueError("write it like dns://engines.default.svc:8100")
+        return DnsAddress(host, number)
+    if not host:
         raise ValueError("write it like http://127.0.0.1:8100")
     return StaticAddress(text.rstrip("/"))
-
-
-def _dns(text: str) -> DnsAddress:
-    parts = urlsplit(text)
-    if not parts.hostname or not _has_port_or_none(text) or not parts.port or parts.path:
-        raise ValueError("write it like dns://engines.default.svc:8100")
-    return DnsAddress(parts.hostname, parts.port)
-
-
-def _service(rest: str) -> ServiceAddress:
-    match = _SERVICE.fullmatch(rest)
-    if match is None:
-        raise ValueError("write it like kubernetes://engines:http or kubernetes://models/engines:8100")
-    port = match["port"]
-    if port.isdecimal() and not 1 <= int(port) <= 65535:
-        raise ValueError("a port is a name, or a number from 1 to 65535")
-    return ServiceAddress(match["service"], int(port) if port.isdecimal() else port, match["namespace"])
-
-
-def _has_port_or_none(text: str) -> bool:
-    try:
-        urlsplit(text).port  # noqa: B018  the property raises where the port is no number
-    except ValueError:
-        return False
-    return True

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 PROCESSES = 16
 """As many as the reference host has cores."""
@@ -63,6 +64,10 @@ BEGUN = "YARDSTICK_TESTS_BEGUN"
 ENDED = "all have ended"
 LOST = 9
 """Exit code of a session whose GPU computes nothing more, as after an illegal access to memory."""
+
+if BEGUN in os.environ and torch.cuda.is_available():
+    # Compiling the loops for a CPU takes half a minute, and many processes would do it at once. PyTorch takes their place.
+    sys.modules["numba"] = None
 
 
 def main(words: Sequence[str] = ()) -> int:
@@ -140,8 +145,6 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """End the session where a test failed and nothing works on the GPU any more."""
-    import torch
-
     if report.failed and torch.cuda.is_available() and torch.cuda.is_initialized():
         try:
             torch.cuda.synchronize()

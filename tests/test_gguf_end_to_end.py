@@ -6,15 +6,13 @@ import pytest
 
 from tests import weights
 from tests.processes import Pod, gateway_before
+from tests.processor import multiplies_bytes
 from yardstick_llm.engine import wire
-from yardstick_llm.kernels.int8 import instructions
-
-INT8 = pytest.mark.skipif(instructions() is None, reason="the processor does not multiply bytes")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "tolerance"), [(("--dequantize", "off"), 1e-3), pytest.param(("--quantize", "int8"), 0.15, marks=INT8)]
+    ("flags", "tolerance"), [(("--dequantize", "off"), 1e-3), pytest.param(("--quantize", "int8"), 0.15, marks=multiplies_bytes)]
 )
 def test_smollm2_knows_the_capital_of_france(flags: tuple[str, ...], tolerance: float):
     """Golden text and log-probabilities of transformers 5.23, which takes 15 s to read the file, on its dequantised weights. The

@@ -57,7 +57,7 @@ class Part:
     name: str
     arguments: Sequence[str]
     seconds: float
-    """Most that it may take; less where less is left of the call."""
+    """Most that it may take; less where less is left of the call, and more where no other part is left."""
     resumes: bool = True
     """Whether it understands ``--limit`` and ``--continue``."""
 
@@ -70,7 +70,7 @@ def parts(run: str, out: Path, *, quick: bool = False, model: str = SMOLLM2) -> 
     fp8 = [*bf16, "--quantize", "fp8"]
     both = ["--quantize", "none", "fp8"]
     shape = ["--shape", "tiny" if quick else "qwen3-0.6b"]
-    rates = ["--quick", "--seconds", "0.5" if quick else "3", "--rates"]
+    rates = ["--quick", "--seconds", "0.5" if quick else "6", "--rates"]
 
     def part(name: str, seconds: float, *arguments: str) -> Part:
         return Part(name, ["benchmarks", *arguments, "--out", str(out / name.replace(" ", "-"))], seconds)
@@ -138,6 +138,7 @@ def parts(run: str, out: Path, *, quick: bool = False, model: str = SMOLLM2) -> 
             decode("images", 60, "--images", *images.split()),
             part("encoders", 120, "encoders", *family, "--python", sys.executable, "--formats", *bf16[1:]),
             part("accuracy real", 90, "accuracy", "--quick", "--model", str(DEMO / "base") if quick else model),
+            decode("logprobs whole", LIMIT_SECONDS, *logprobs),
         ),
     }  # fmt: skip
     on_gpu = torch.cuda.is_available()
@@ -204,11 +205,11 @@ def run_parts(
     start = start or run_part
     end = clock() + limit
     done = _earlier(out / SUMMARY) if resume else {}
-    for part in sorted(todo, key=lambda part: _turn(part, done)):
-        if part.name in done and _complete(part, done[part.name]):
-            continue
+    left = [part for part in todo if part.name not in done or not _complete(part, done[part.name])]
+    left.sort(key=lambda part: _turn(part, done))
+    for part in left:
         begun, again = clock(), part.name in done
-        seconds = min(part.seconds, end - begun)
+        seconds = min(part.seconds if part is not left[-1] else limit, end - begun)
         ended = start(part, out / f"{part.name}.txt", seconds, again) if seconds > END_SECONDS else NO_TIME_LEFT
         if ended == NO_TIME_LEFT and again:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -77,8 +78,16 @@ class Online:
             "failures": dict(sorted(failures.items())),
             "items_per_s": sum(record.items for record in good) / max(record.end for record in records),
             "client_late_ms": 1000 * max(record.lag for record in records),
+            "growth_ms": 1000 * growth([record.latency for record in good]),
             **{f"{name}_ms": value for name, value in percentiles([1000 * record.latency for record in good]).items()},
         }
+
+
+def growth(latencies: Sequence[float]) -> float:
+    """Return by how much the median latency of the last quarter of the requests exceeds that of the first. A rate above the
+    capacity shows here first: the queue grows for as long as requests arrive, whatever the percentiles of a short run are."""
+    quarter = max(1, len(latencies) // 4)
+    return statistics.median(latencies[-quarter:]) - statistics.median(latencies[:quarter]) if latencies else 0.0
 
 
 def drive(url: str, arrivals: list[float], workload: Workload, vocab_size: int, seed: int) -> list[Record]:
@@ -112,10 +121,10 @@ def show(results: Mapping[str, Any], records: Records) -> None:
     capacity, runs = f"capacity: {results['capacity_items_per_s']:.1f} items/s in a burst", results["rates"]
     records.console.print(f"{capacity}; one request alone: {_number(results['alone'], 'p50_ms')} ms at the median")
     table = Table(title="Through the gateway, Poisson arrivals, result cache off")
-    for heading in ("offered", "items/s", *(f"P{share} ms" for share in PERCENTILES), "sent", "failed", "late ms"):
+    for heading in ("offered", "items/s", *(f"P{share} ms" for share in PERCENTILES), "growth ms", "sent", "failed", "late ms"):
         table.add_column(heading, justify="right")
     for run in runs:
-        names = "items_per_s_offered", "items_per_s", *(f"p{percent}_ms" for percent in PERCENTILES)
+        names = "items_per_s_offered", "items_per_s", *(f"p{percent}_ms" for percent in PERCENTILES), "growth_ms"
         failures = ", ".join(f"{count} × {kind}" for kind, count in run["failures"].items()) or "0"
         table.add_row(*(_number(run, name) for name in names), str(run["requests"]), failures, _number(run, "client_late_ms"))
     records.console.print(table)

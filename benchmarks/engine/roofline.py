@@ -19,10 +19,14 @@ MATRIX = {"cpu": 2048, "cuda": 8192}
 COPIED_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
 
 
-def layer_weights(config: ModelConfig) -> int:
-    """Return the number of elements of one layer's matrices."""
+def layer_weights(config: ModelConfig, experts: float | None = None) -> int:
+    """Return the number of elements of one layer's matrices; of a layer with experts, those of ``experts`` of them, by default of
+    as many as a token passes."""
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
+    inner = config.intermediate_size
+    if config.experts is not None:
+        inner = round(config.experts.size * (experts or config.experts.chosen)) + config.experts.shared_size
+    return config.hidden_size * (2 * queries + 2 * keys + 3 * inner)
 
 
 def flops(config: ModelConfig, tokens: int, pairs: int, rows: int) -> int:
@@ -38,9 +42,13 @@ def layer_flops(config: ModelConfig, tokens: int) -> int:
     return config.num_layers * 2 * tokens * layer_weights(config)
 
 
-def weight_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Return the bytes of every layer's matrices and of the head, which a step reads once."""
-    return itemsize * (config.num_layers * layer_weights(config) + config.hidden_size * config.vocab_size)
+def weight_bytes(config: ModelConfig, itemsize: int, tokens: float) -> int:
+    """Return the bytes of every layer's matrices and of the head, which a step of ``tokens`` reads once; of the experts, those that
+    as many tokens choose on average if they choose at random."""
+    read = None
+    if (experts := config.experts) is not None:
+        read = experts.count * (1 - (1 - experts.chosen / experts.count) ** tokens)
+    return itemsize * (config.num_layers * layer_weights(config, read) + config.hidden_size * config.vocab_size)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import uuid
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -21,7 +22,7 @@ import uvicorn
 from benchmarks.gateway.programs import read_body
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.api.answers import DONE
-from yardstick_llm.gateway.http.connection import protocol_factory
+from yardstick_llm.gateway.http.connection import BoundedConnection, Connections
 from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.requests.score import ScoreRequest
 from yardstick_llm.gateway.schemas.chat import ChatRequest
@@ -88,7 +89,7 @@ def main() -> None:
     config = uvicorn.Config(
         Floor(options.engine),
         loop="uvloop",
-        http=protocol_factory(Settings(engines=(options.engine,)), Telemetry(), None),  # type: ignore[arg-type]
+        http=partial(BoundedConnection, Connections(Settings(engines=(options.engine,)), Telemetry(), None)),  # type: ignore[arg-type]
         lifespan="off",
         access_log=False,
         log_level="error",

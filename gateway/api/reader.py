@@ -190,8 +190,8 @@ class Reader:
         if isinstance(packed, Wanted):
             return packed
         assert isinstance(packed, Packed)
-        self.telemetry.images.read(packed.images)
         pixels = sum(len(image.pixels) for image in packed.images)
+        self.telemetry.images.read(len(packed.images), pixels)
         if len(packed.ids) + len(packed.response) + pixels > LARGE_ANSWER:
             await asyncio.sleep(0)
         return await unpack(packed)

@@ -74,7 +74,7 @@ def open_source(path: Path) -> Source:
             return Source(path, next(_csv_records(path))[2], path.stat().st_size)
         first = next(_json_rows(path), None)
     except OSError as error:
-        raise WrongUsage(f"cannot read {path}: {_reason(error)}") from None
+        raise WrongUsage(f"cannot read {path}: {reason_of(error)}") from None
     except ValueError as error:  # pyarrow's errors derive from it
         raise WrongUsage(f"cannot read {path}: {' '.join(str(error).split())}") from None
     except StopIteration:
@@ -241,7 +241,7 @@ def replace_file(file: Path, content: bytes, *, mode: int = 0o666) -> None:
                     os.fchown(stream.fileno(), before.st_uid, before.st_gid)
                 os.fchmod(stream.fileno(), before.st_mode & 0o7777)
     except OSError as error:
-        raise CommandError(f"cannot write {file}: {_reason(error)}") from None
+        raise CommandError(f"cannot write {file}: {reason_of(error)}") from None
 
 
 @contextmanager
@@ -261,5 +261,6 @@ def _draft(file: Path, mode: int = 0o666) -> Iterator[Path]:
         draft.unlink(missing_ok=True)
 
 
-def _reason(error: OSError) -> str:
+def reason_of(error: OSError) -> str:
+    """Return the system's reason, as the end of a message."""
     return (error.strerror or str(error)).lower()

@@ -23,7 +23,7 @@ import msgspec
 from yardstick_llm.gateway.commands import CommandError, WrongUsage
 from yardstick_llm.gateway.commands.client import Answer, Call, Report, Sender, Server, decoded
 from yardstick_llm.gateway.commands.files import Row, open_source, replace_file
-from yardstick_llm.gateway.commands.runner import Item, Output, RowError, Run, Task
+from yardstick_llm.gateway.commands.runner import Item, Output, RowError, Run, Task, accepted
 
 MANIFEST, ANSWERS, TURNS = "manifest.json", "answers.jsonl", "turns.jsonl"
 PROBES = (
@@ -196,7 +196,16 @@ class Answered(msgspec.Struct):
         return prompt, self.choices[0].token_ids
 
 
-@dataclass
+class Written(NamedTuple):
+    """An answer, with the names that a line has."""
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    finish_reason: str | None
+    stray_positions: Sequence[int] = ()
+
+
+@dataclass(kw_only=True)
 class LineTask(Task):
     """Lines that name what they answer. The file of an earlier run says what is missing."""
 
@@ -226,6 +235,12 @@ class LineTask(Task):
         """Count a line that did not fail. Raises KeyError, TypeError or ValueError if it is damaged."""
         self.done.add(self.key(fields))
 
+    def noted(self, fields: dict[str, Any]) -> list[bytes]:
+        """Count a line that did not fail, and return it."""
+        line = {**fields, "error": None}
+        self.note(line)
+        return [encoded_line(line)]
+
     def key(self, fields: dict[str, Any]) -> Hashable:
         """Return what the line with ``fields`` answers."""
         raise NotImplementedError
@@ -233,9 +248,11 @@ class LineTask(Task):
     def item(self, row: Row) -> Item:
         return Item(row, row.fields)
 
-    def body(self, **fields: Any) -> bytes:
-        """Return the body of a request for one answer with token ids."""
-        return msgspec.json.encode({"model": self.model, "return_token_ids": True, **fields})
+    async def ask(self, sender: Sender, path: str, **fields: Any) -> Answered:
+        """Return one answer with token ids. Raises :class:`~gateway.commands.runner.Refused`, and ValueError if it cannot be
+        used."""
+        body = {"model": self.model, "return_token_ids": True, **fields}
+        return msgspec.json.decode((await accepted(Call(path, msgspec.json.encode(body)), sender)).content, type=Answered)
 
     def failure(self, row: Row, answer: Answer) -> bytes:
         self.failures += 1
@@ -246,7 +263,7 @@ class LineTask(Task):
 
     def named(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of a line that say what it answers."""
-        raise NotImplementedError
+        return fields
 
     def stops(self, answer: Answer) -> bool:
         return super().stops(answer) or answer.status == 404 or answer.param in ("model", "return_token_ids", "length_guidance")
@@ -280,12 +297,12 @@ def compute(task: LineTask, path: Path, rows: Sequence[dict[str, Any]], server: 
     return sum(task.key(fields) not in task.done for fields in rows)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Sample(LineTask):
     """Answers of the model to prompts, some of them with stray tokens."""
 
-    prompts: Mapping[str, Prompt] = field(default_factory=dict)
-    settings: Settings | None = None
+    prompts: Mapping[str, Prompt]
+    settings: Settings
     end_tokens: Counter[int] = field(default_factory=Counter)
     """Last tokens of the answers that ended by themselves."""
     cut: int = 0
@@ -307,130 +324,103 @@ class Sample(LineTask):
             self.end_tokens[fields["output_ids"][-1]] += 1
 
     def named(self, fields: dict[str, Any]) -> dict[str, Any]:
-        assert self.settings is not None
         return {**fields, "split": split_of(fields["prompt_id"], self.settings)}
 
-    def call(self, items: Sequence[Item]) -> Call:
-        assert self.settings is not None
-        fields = items[0].content
+    @property
+    def drawn(self) -> dict[str, Any]:
+        """How tokens are drawn, as fields of a request."""
+        return {"temperature": self.settings.temperature, "top_p": self.settings.top_p}
+
+    async def _begin(self, fields: dict[str, Any], sender: Sender, sample: int, max_tokens: int) -> Answered:
+        """Answer the prompt from its beginning, with the seed of ``sample``."""
         prompt = self.prompts[fields["prompt_id"]]
-        drawn = {"temperature": self.settings.temperature, "top_p": self.settings.top_p, "max_tokens": self.settings.max_tokens}
-        drawn["seed"] = seed_of(self.seed, prompt.id, fields["sample"])
+        asked = {**self.drawn, "max_tokens": max_tokens, "seed": seed_of(self.seed, prompt.id, sample)}
         if self.settings.raw:
-            return Call("/v1/completions", self.body(prompt=prompt.content, **drawn))
+            return await self.ask(sender, "/v1/completions", prompt=prompt.content, **asked)
         messages = [{"role": "user", "content": prompt.content}] if isinstance(prompt.content, str) else prompt.content
         if self.settings.system and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": self.settings.system}, *messages]
-        return Call("/v1/chat/completions", self.body(messages=messages, **drawn))
+        return await self.ask(sender, "/v1/chat/completions", messages=messages, **asked)
 
     def is_stray(self, fields: dict[str, Any]) -> bool:
         """Whether an answer has stray tokens; the first of each prompt has none."""
-        assert self.settings is not None
         lot = Random(seed_of(self.seed, "stray", fields["prompt_id"], fields["sample"]))
         return self.settings.stray > 0 and fields["sample"] > 0 and lot.random() < self.settings.stray_share
 
-    async def answer(self, items: Sequence[Item], sender: Sender) -> Answer:
-        call, fields = self.call(items), items[0].content
+    async def compute(self, items: Sequence[Item], sender: Sender) -> list[bytes]:
+        fields = items[0].content
         if fields["sample"] < 0:
-            return await self._branched(fields, call, sender)
-        return await (self._strayed(fields, call, sender) if self.is_stray(fields) else sender.send(call))
+            written = await self._branched(fields, sender)
+        elif self.is_stray(fields):
+            written = await self._strayed(fields, sender)
+        else:
+            answered = await self._begin(fields, sender, fields["sample"], self.settings.max_tokens)
+            written = Written(*answered.ids(), answered.choices[0].finish_reason)
+        if written.finish_reason not in ("stop", "length"):
+            raise RowError(f"finish_reason is {written.finish_reason!r}")
+        lines = self.noted({**self.named(fields), **written._asdict()})
+        if len(self.done) >= CUT_SURE:
+            self.check_cut()
+        return lines
 
-    async def _branched(self, fields: dict[str, Any], call: Call, sender: Sender) -> Answer:
+    async def _branched(self, fields: dict[str, Any], sender: Sender) -> Written:
         """Continue the first answer of a prompt from a state in its middle, with one of the most probable tokens there.
 
         All branches of a prompt begin at one state; sample -1 has the most probable token, -2 the next one.
         """
-        assert self.settings is not None
         lot = Random(seed_of(self.seed, "branch", fields["prompt_id"]))
         place = int(math.exp(lot.random() * math.log(self.settings.max_tokens)))
         share = lot.random()
-        body = msgspec.json.decode(call.body) | {"seed": seed_of(self.seed, fields["prompt_id"], 0), "max_tokens": place}
-        trunk = await sender.send(Call(call.path, msgspec.json.encode(body)))
-        if trunk.problem is not None:
-            return trunk
-        answered = msgspec.json.decode(trunk.content, type=Answered)
-        prompt, output = answered.ids()
+        trunk = await self._begin(fields, sender, 0, place)
+        prompt, output = trunk.ids()
         # an answer that ended before is left in its middle
-        output = output[: int(share * len(output))] if answered.choices[0].finish_reason == "stop" else output[:-1]
-        drawn = {"temperature": self.settings.temperature, "top_p": self.settings.top_p}
+        output = output[: int(share * len(output))] if trunk.choices[0].finish_reason == "stop" else output[:-1]
         # an end token that is drawn would be told without log-probabilities
         ahead = {"max_tokens": 1, "logprobs": BRANCHES + 1, "return_tokens_as_token_ids": True, "ignore_eos": True}
-        state = await sender.send(Call("/v1/completions", self.body(prompt=prompt + output, seed=0, **drawn, **ahead)))
-        if state.problem is not None:
-            return state
-        tops = msgspec.json.decode(state.content, type=Answered).choices[0].logprobs["top_logprobs"][0]
+        state = await self.ask(sender, "/v1/completions", prompt=prompt + output, seed=0, **self.drawn, **ahead)
+        tops = state.choices[0].logprobs["top_logprobs"][0]
         ranked = sorted(tops, key=lambda name: (-tops[name], name))
         tokens = [token for name in ranked if (token := int(name.rpartition(":")[2])) not in self.end_tokens]
         head = [*output, tokens[min(-1 - fields["sample"], len(tokens) - 1)]] if tokens else output
         room = self.settings.max_tokens - len(head)
-        finish, rest = "length", list[int]()
-        if room > 0:
-            seed = seed_of(self.seed, "branch", fields["prompt_id"], fields["sample"])
-            end = await sender.send(Call("/v1/completions", self.body(prompt=prompt + head, seed=seed, max_tokens=room, **drawn)))
-            if end.problem is not None:
-                return end
-            choice = msgspec.json.decode(end.content, type=Answered).choices[0]
-            finish, rest = choice.finish_reason or "stop", choice.token_ids or []
-        content = {"choices": [{"finish_reason": finish, "token_ids": head + rest, "prompt_token_ids": prompt}]}
-        return Answer(200, msgspec.json.encode(content))
+        if room <= 0:
+            return Written(prompt, head, "length")
+        seed = seed_of(self.seed, "branch", fields["prompt_id"], fields["sample"])
+        end = await self.ask(sender, "/v1/completions", prompt=prompt + head, seed=seed, max_tokens=room, **self.drawn)
+        choice = end.choices[0]
+        return Written(prompt, head + (choice.token_ids or []), choice.finish_reason or "stop")
 
-    async def _strayed(self, fields: dict[str, Any], call: Call, sender: Sender) -> Answer:
+    async def _strayed(self, fields: dict[str, Any], sender: Sender) -> Written:
         """Continue an answer again and again after a token that is drawn uniformly from the most probable ones."""
-        assert self.settings is not None
-        first = await sender.send(Call(call.path, msgspec.json.encode(msgspec.json.decode(call.body) | {"max_tokens": 1})))
-        if first.problem is not None:
-            return first
-        prompt, _ = msgspec.json.decode(first.content, type=Answered).ids()
+        prompt, _ = (await self._begin(fields, sender, fields["sample"], 1)).ids()
         lot = Random(seed_of(self.seed, "tokens", fields["prompt_id"], fields["sample"]))
         output: list[int] = []
         strays: list[int] = []
-        finish = None
-        while finish is None:
+        while True:
             gap = 1 + int(math.log(1 - lot.random()) / math.log(1 - self.settings.stray)) if self.settings.stray < 1 else 1
             room = self.settings.max_tokens - len(output)
-            body = self.body(
+            answered = await self.ask(
+                sender,
+                "/v1/completions",
                 prompt=prompt + output,
                 max_tokens=min(gap, room),
-                temperature=self.settings.temperature,
-                top_p=self.settings.top_p,
+                **self.drawn,
                 seed=lot.getrandbits(31),
                 logprobs=STRAYS,
                 return_tokens_as_token_ids=True,
             )
-            answer = await sender.send(Call("/v1/completions", body))
-            if answer.problem is not None:
-                return answer
-            choice = msgspec.json.decode(answer.content, type=Answered).choices[0]
+            choice = answered.choices[0]
             output += choice.token_ids or []
             if choice.finish_reason == "stop" or gap >= room or not choice.token_ids:
-                finish = choice.finish_reason or "stop"
-                continue
+                return Written(prompt, output, choice.finish_reason or "stop", strays)
             top = [int(name.rpartition(":")[2]) for name in choice.logprobs["top_logprobs"][-1]]
             others = [token for token in sorted(top) if token != output[-1] and token not in self.end_tokens]
             if others:
                 output[-1] = lot.choice(others)
                 strays.append(len(output) - 1)
-        content = {"choices": [{"finish_reason": finish, "token_ids": output, "prompt_token_ids": prompt, "logprobs": strays}]}
-        return Answer(200, msgspec.json.encode(content))
-
-    def lines(self, items: Sequence[Item], answer: Answer) -> list[bytes]:
-        fields = items[0].content
-        answered = msgspec.json.decode(answer.content, type=Answered)
-        prompt, output = answered.ids()
-        finish = answered.choices[0].finish_reason
-        if finish not in ("stop", "length"):
-            raise RowError(f"finish_reason is {finish!r}")
-        strays = answered.choices[0].logprobs if self.is_stray(fields) else []
-        ids = {"prompt_ids": prompt, "output_ids": output, "finish_reason": finish, "stray_positions": strays}
-        line = {**self.named(fields), **ids, "error": None}
-        self.note(line)
-        if len(self.done) >= CUT_SURE:
-            self.check_cut()
-        return [encoded_line(line)]
 
     def check_cut(self) -> None:
         """Raise :class:`CommandError` if ``max_tokens`` ends too many answers."""
-        assert self.settings is not None
         if self.cut_share > CUT_MOST and not self.allow_cut:
             raise CommandError(
                 f"--max-tokens {self.settings.max_tokens} cut {self.cut_share:.0%} of {len(self.done)} answers, whose lengths stay "
@@ -438,7 +428,7 @@ class Sample(LineTask):
             )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Magpie(LineTask):
     """Turns of users that the model writes itself, from the beginning of its bare chat template.
 
@@ -446,7 +436,7 @@ class Magpie(LineTask):
     arXiv 2406.08464.
     """
 
-    template: Template | None = None
+    template: Template
     turns: dict[int, str] = field(default_factory=dict)
     """Finished turns by attempt."""
     command: ClassVar[str] = "lenvm sample"
@@ -459,29 +449,21 @@ class Magpie(LineTask):
         if fields["text"] is not None:
             self.turns[fields["attempt"]] = fields["text"]
 
-    def named(self, fields: dict[str, Any]) -> dict[str, Any]:
-        return fields
-
-    def call(self, items: Sequence[Item]) -> Call:
-        assert self.template is not None
-        seed = seed_of(self.seed, "magpie", items[0].content["attempt"])
-        body = self.body(
+    async def compute(self, items: Sequence[Item], sender: Sender) -> list[bytes]:
+        answered = await self.ask(
+            sender,
+            "/v1/completions",
             prompt=self.template.before,
             temperature=1,
             top_p=1,
             max_tokens=TURN_TOKENS,
-            seed=seed,
+            seed=seed_of(self.seed, "magpie", items[0].content["attempt"]),
             stop_token_ids=self.template.after[:1],
         )
-        return Call("/v1/completions", body)
-
-    def lines(self, items: Sequence[Item], answer: Answer) -> list[bytes]:
-        choice = msgspec.json.decode(answer.content, type=Answered).choices[0]
+        choice = answered.choices[0]
         text = choice.text.strip()
         usable = choice.finish_reason == "stop" and len(text.split()) >= TURN_WORDS
-        line = {**items[0].content, "text": text if usable else None, "error": None}
-        self.note(line)
-        return [encoded_line(line)]
+        return self.noted({**items[0].content, "text": text if usable else None})
 
     def distinct(self) -> list[str]:
         """Return the turns in the order of attempts, without those that differ from an earlier one in case and punctuation only."""
@@ -592,9 +574,9 @@ def sample(
         assert magpie is not None
         if template is None or not template.before or not template.after:
             raise WrongUsage("--magpie needs a chat template with something before and after a user's message; give --prompts")
-        given = write_turns(Magpie(name, settings.seed, template=template), out / TURNS, magpie, server, concurrency)
+        given = write_turns(Magpie(model=name, seed=settings.seed, template=template), out / TURNS, magpie, server, concurrency)
     by_id = {prompt.id: prompt for prompt in given}
-    task = Sample(name, settings.seed, prompts=by_id, settings=settings, allow_cut=allow_cut)
+    task = Sample(model=name, seed=settings.seed, prompts=by_id, settings=settings, allow_cut=allow_cut)
     numbers = [*range(samples), *range(-1, -1 - branch, -1)]
     rows = [{"prompt_id": prompt, "sample": number} for number in numbers for prompt in by_id]
     missing = compute(task, out / ANSWERS, rows, server, concurrency, "Sampling")

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 
 from yardstick_llm.gateway.commands import CommandError, WrongUsage
-from yardstick_llm.gateway.commands.client import Answer, Call, Sender, Server
+from yardstick_llm.gateway.commands.client import Call, Sender, Server
 from yardstick_llm.gateway.commands.lenvm import (
     ANSWERS,
     MANIFEST,
     NO_IDS,
-    Answered,
     LineTask,
     compute,
-    encoded_line,
     read_manifest,
     seed_of,
 )
-from yardstick_llm.gateway.commands.runner import Item
+from yardstick_llm.gateway.commands.runner import Item, accepted
 
 SERVED = "served.jsonl"
 ABOUT = "guided, about"
@@ -38,27 +36,25 @@ class _Likelihoods(msgspec.Struct):
     data: list[_Likelihood]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Served(LineTask):
     """Answers with and without length guidance, and with a rule that only moves the end token, and how probable each is."""
 
-    prompts: Mapping[str, list[int]] = field(default_factory=dict)
+    prompts: Mapping[str, list[int]]
+    end_tokens: Sequence[int]
+    most: int
+    """Most tokens of an unguided answer."""
     top_k: int = 5
     min_p: float = 0.01
-    end_tokens: Sequence[int] = ()
-    most: int = 0
-    """Most tokens of an unguided answer."""
     command: ClassVar[str] = "lenvm evaluate"
 
     def key(self, fields: dict[str, Any]) -> Hashable:
         return fields["prompt_id"], fields.get("sample", 0), fields["rule"], fields["target"]
 
-    def named(self, fields: dict[str, Any]) -> dict[str, Any]:
-        return fields
-
-    def call(self, items: Sequence[Item]) -> Call:
+    async def compute(self, items: Sequence[Item], sender: Sender) -> list[bytes]:
+        """Ask for the answer, and then for its probability without guidance."""
         fields = items[0].content
-        target, rule = fields["target"], fields["rule"]
+        prompt, target, rule = self.prompts[fields["prompt_id"]], fields["target"], fields["rule"]
         given: dict[str, Any] = {"max_tokens": self.most if target is None else 3 * target + 64}
         if rule.startswith("guided"):
             given["length_guidance"] = {"target_length": target, "top_k": self.top_k}
@@ -68,40 +64,24 @@ class Served(LineTask):
                 given["length_guidance"]["end_min_p"] = float(end)
         elif rule == "end token":
             given |= {"min_tokens": target, "logit_bias": {str(token): END_BIAS for token in self.end_tokens}}
-        body = self.body(
-            prompt=self.prompts[fields["prompt_id"]],
+        answered = await self.ask(
+            sender,
+            "/v1/completions",
+            prompt=prompt,
             temperature=1,
             top_k=self.top_k,
             min_p=self.min_p,
             seed=seed_of(self.seed, fields["prompt_id"], *([fields["sample"]] if fields["sample"] else [])),
             **given,
         )
-        return Call("/v1/completions", body)
-
-    async def answer(self, items: Sequence[Item], sender: Sender) -> Answer:
-        """Ask for the answer, and then for its probability without guidance."""
-        answer = await sender.send(self.call(items))
-        if answer.problem is not None:
-            return answer
-        choice = msgspec.json.decode(answer.content, type=Answered).choices[0]
-        if not choice.token_ids:
+        choice = answered.choices[0]
+        if not (ids := choice.token_ids):
             raise CommandError(NO_IDS)
-        prompt = self.prompts[items[0].content["prompt_id"]]
-        asked = {"model": self.model, "query": prompt, "items": [choice.token_ids], "readout": "likelihood"}
-        scored = await sender.send(Call("/v1/score", msgspec.json.encode(asked)))
-        if scored.problem is not None:
-            return scored
-        choice.logprobs = msgspec.json.decode(scored.content, type=_Likelihoods).data[0].logprob
-        return Answer(200, msgspec.json.encode(Answered([choice])))
-
-    def lines(self, items: Sequence[Item], answer: Answer) -> list[bytes]:
-        choice = msgspec.json.decode(answer.content, type=Answered).choices[0]
-        ids = choice.token_ids or []
-        ended = choice.finish_reason == "stop"
-        line = {**items[0].content, "tokens": len(ids) - ended, "finish_reason": choice.finish_reason}
-        line |= {"mean_logprob": choice.logprobs / len(ids), "repeated": _repeated(ids), "error": None}
-        self.note(line)
-        return [encoded_line(line)]
+        asked = {"model": self.model, "query": prompt, "items": [ids], "readout": "likelihood"}
+        scored = await accepted(Call("/v1/score", msgspec.json.encode(asked)), sender)
+        logprob = msgspec.json.decode(scored.content, type=_Likelihoods).data[0].logprob
+        line = {**fields, "tokens": len(ids) - (choice.finish_reason == "stop"), "finish_reason": choice.finish_reason}
+        return self.noted(line | {"mean_logprob": logprob / len(ids), "repeated": _repeated(ids)})
 
 
 def _repeated(ids: Sequence[int], size: int = 4) -> float:
@@ -150,7 +130,13 @@ def serve_targets(
         raise WrongUsage(f"{data} has no answered prompt in the split {split!r}; name another --split, or sample more prompts")
     out.mkdir(parents=True, exist_ok=True)
     name = model or manifest.model
-    task = Served(name, manifest.settings.seed, prompts=prompts, end_tokens=manifest.end_tokens, most=3 * max(targets) + 64)
+    task = Served(
+        model=name,
+        seed=manifest.settings.seed,
+        prompts=prompts,
+        end_tokens=manifest.end_tokens,
+        most=3 * max(targets) + 64,
+    )
 
     ends = [] if end_min_p is None else [f"{rule}, end {end_min_p:g}" for rule in ("guided", ABOUT)]
     rules = ["guided", ABOUT, "end token", *ends]

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from yardstick_llm.gateway.commands import CommandError
-from yardstick_llm.gateway.commands.files import replace_file
+from yardstick_llm.gateway.commands.files import reason_of, replace_file
 from yardstick_llm.gateway.keys import ApiKey, KeyFile, parse_keys
 from yardstick_llm.gateway.presets.preset import FALLBACKS, ONE_CLASS, Preset, PresetError, builtin_presets, named, parse_preset
 
@@ -41,7 +41,7 @@ def new_key(name: str, file: Path, **fields: Any) -> None:
         print(key, flush=True)
     except OSError as error:  # the key was not shown, so nobody can use it
         _write_keys(file, known)
-        raise CommandError(f"no key was created, because it cannot be shown: {(error.strerror or str(error)).lower()}") from None
+        raise CommandError(f"no key was created, because it cannot be shown: {reason_of(error)}") from None
     print(f"This is the only time the key is shown; {file} keeps its hash. Serve with --api-keys-file {file}", file=sys.stderr)
 
 

@@ -18,7 +18,6 @@ from typing import NoReturn
 
 import httpx
 from rich.console import Console
-from rich.status import Status
 
 from yardstick_llm.gateway.commands import CommandError, WrongUsage
 from yardstick_llm.gateway.errors import UnusableModel
@@ -164,7 +163,7 @@ class Supervisor:
         with self.console.status("") as status, httpx.Client(trust_env=False) as client:
             while not all(_is_ready(client, url) for url in (self.url, *self._settings.engines)):
                 self.check_running()
-                self._show_progress(status, time.monotonic() - started)
+                status.update(f"{time.monotonic() - started:.0f} s  {self._progress[:100]}")
                 time.sleep(_POLL_SECONDS)
         self._talkative = talkative
         for warning in self._warnings if talkative else ():
@@ -195,9 +194,6 @@ class Supervisor:
             why = f"{ending}; its last line of output: {line}" if line else ending
             why = line.removeprefix(prefix) if line.startswith(prefix) else why
             raise (WrongUsage if code == WrongUsage.status else CommandError)(f"{name} has ended: {why}")
-
-    def _show_progress(self, status: Status, seconds: float) -> None:
-        status.update(f"{seconds:.0f} s  {self._progress[:100]}")
 
     def _on_line(self, child: Child, line: str) -> None:
         """Store a line of a child, in its reader thread. A line with the program's name is its reason to end, so it is kept."""

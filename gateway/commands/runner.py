@@ -25,7 +25,16 @@ import msgspec
 
 from yardstick_llm.gateway.commands import CommandError, Interrupted, WrongUsage
 from yardstick_llm.gateway.commands.client import Answer, Call, Report, Sender, Server
-from yardstick_llm.gateway.commands.files import FORMATS, Row, Source, UnreadableInput, import_arrow, open_source, write_table
+from yardstick_llm.gateway.commands.files import (
+    FORMATS,
+    Row,
+    Source,
+    UnreadableInput,
+    import_arrow,
+    open_source,
+    reason_of,
+    write_table,
+)
 
 MAX_HELD_BYTES = 64 << 20
 """Bytes of rows and results in memory above which no further row is read."""
@@ -44,13 +53,31 @@ class RowError(Exception):
     """One row cannot be sent, or has no usable answer. The message is for the user."""
 
 
+class Refused(Exception):
+    """The server refused a request, or did not answer it."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer.problem)
+        self.answer = answer
+
+
+async def accepted(call: Call, sender: Sender) -> Answer:
+    """Return the answer to a request. Raises :class:`Refused`, and :class:`CommandError` as :meth:`Sender.send` does."""
+    answer = await sender.send(call)
+    if answer.problem is not None:
+        raise Refused(answer)
+    return answer
+
+
 class Item(NamedTuple):
-    """A row that is ready to be sent."""
+    """A row that is ready to be sent, or cannot be."""
 
     row: Row
-    content: Any
+    content: Any = None
     """Its texts, or the request of a batch file."""
     query: str | None = None
+    problem: str | None = None
+    """Why it cannot be sent."""
 
 
 class Task(ABC):
@@ -78,16 +105,9 @@ class Task(ABC):
         """Check a row. Raises :class:`RowError`."""
 
     @abstractmethod
-    def call(self, items: Sequence[Item]) -> Call:
-        """Return the request for ``items``."""
-
-    async def answer(self, items: Sequence[Item], sender: Sender) -> Answer:
-        """Send what ``items`` need; by default their request. Raises :class:`CommandError`."""
-        return await sender.send(self.call(items))
-
-    @abstractmethod
-    def lines(self, items: Sequence[Item], answer: Answer) -> list[bytes]:
-        """Return the output line of each item. Raises :class:`RowError`, or ValueError if the answer cannot be used."""
+    async def compute(self, items: Sequence[Item], sender: Sender) -> list[bytes]:
+        """Send the requests for ``items`` and return the output line of each. Raises :class:`Refused`, :class:`CommandError`, and
+        :class:`RowError` or ValueError if an answer cannot be used."""
 
     @abstractmethod
     def failure(self, row: Row, answer: Answer) -> bytes:
@@ -165,11 +185,13 @@ class TableTask(Task):
         return Item(row, _texts(row, self.texts_column or ""), query)
 
     def call(self, items: Sequence[Item]) -> Call:
+        """Return the request for ``items``."""
         pairs = [(item.query, text) for item in items for text in item.content]
         fields = self.body([query for query, _ in pairs], [text for _, text in pairs])
         return Call(self.path, msgspec.json.encode({**self.constant, **fields}))
 
-    def lines(self, items: Sequence[Item], answer: Answer) -> list[bytes]:
+    async def compute(self, items: Sequence[Item], sender: Sender) -> list[bytes]:
+        answer = await accepted(self.call(items), sender)
         results, count = self.decode(answer.content), sum(len(item.content) for item in items)
         if len(results) != count:
             raise RowError(f"it has {len(results)} results for {count} texts")
@@ -310,10 +332,9 @@ class Batch(Task):
             raise RowError("`stream` is not supported in a batch file")
         return Item(row, request)
 
-    def call(self, items: Sequence[Item]) -> Call:
-        return Call(items[0].content.url, msgspec.json.encode(items[0].content.body))
-
-    def lines(self, items: Sequence[Item], answer: Answer) -> list[bytes]:
+    async def compute(self, items: Sequence[Item], sender: Sender) -> list[bytes]:
+        request = items[0].content
+        answer = await accepted(Call(request.url, msgspec.json.encode(request.body)), sender)
         return [self._line(items[0].row, answer, msgspec.json.decode(answer.content), None)]
 
     def failure(self, row: Row, answer: Answer) -> bytes:
@@ -363,18 +384,18 @@ class Output:
         self._path = path
         self.rows = self.failed = self._size = 0
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise _cannot_write(path, error) from None
         self._synced = time.monotonic()
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._keep_complete(task)
         except BlockingIOError:
-            os.close(self._descriptor)
+            self._file.close()
             raise WrongUsage(f"another run writes to {path}") from None
         except WrongUsage:
-            os.close(self._descriptor)
+            self._file.close()
             raise
 
     def _keep_complete(self, task: Task) -> None:
@@ -386,8 +407,7 @@ class Output:
                 self.rows += 1
                 self.failed += not line.endswith(_SUCCEEDED)
                 self._size += len(line)
-        os.ftruncate(self._descriptor, self._size)
-        os.lseek(self._descriptor, self._size, os.SEEK_SET)
+        self._file.truncate(self._size)
 
     def write(self, lines: Sequence[bytes]) -> None:
         """Append lines. If not all fit, none stays. Raises :class:`CommandError`."""
@@ -395,13 +415,12 @@ class Output:
         size = len(content)
         try:
             while content:
-                content = content[os.write(self._descriptor, content) :]
+                content = content[self._file.write(content) :]
             if time.monotonic() - self._synced >= _SYNC_SECONDS:
-                os.fsync(self._descriptor)
+                os.fsync(self._file)
                 self._synced = time.monotonic()
         except OSError as error:
-            os.ftruncate(self._descriptor, self._size)
-            os.lseek(self._descriptor, self._size, os.SEEK_SET)
+            self._file.truncate(self._size)
             raise _cannot_write(self._path, error) from None
         self._size += size
         self.rows += len(lines)
@@ -410,11 +429,11 @@ class Output:
     def close(self) -> None:
         """Let the disk store all lines. Raises :class:`CommandError`."""
         try:
-            os.fsync(self._descriptor)
+            os.fsync(self._file)
         except OSError as error:
             raise _cannot_write(self._path, error) from None
         finally:
-            os.close(self._descriptor)
+            self._file.close()
 
 
 def _names(line: bytes) -> list[str]:
@@ -425,44 +444,37 @@ def _names(line: bytes) -> list[str]:
 
 
 def _cannot_write(path: Path, error: OSError) -> CommandError:
-    reason = (error.strerror or str(error)).lower()
-    return CommandError(f"cannot write {path}: {reason}; the same command continues the run once that is solved")
+    return CommandError(f"cannot write {path}: {reason_of(error)}; the same command continues the run once that is solved")
 
 
-@dataclass
-class Unit:
-    """Consecutive rows that share a request, or one row that cannot be sent."""
-
-    items: list[Item]
-    row: Row
-    """The last row."""
-    size: int
-    problem: str | None = None
-
-
-def units(rows: Iterator[Row], task: Task) -> Iterator[Unit]:
-    """Group rows into requests. A group never crosses a multiple of ``task.batch``, so a continued run forms the same groups."""
-    unit: Unit | None = None
+def units(rows: Iterator[Row], task: Task) -> Iterator[list[Item]]:
+    """Group rows into requests; one that cannot be sent is alone. A group never crosses a multiple of ``task.batch``, so a
+    continued run forms the same groups."""
+    unit: list[Item] = []
+    size = 0
     for row in rows:
-        problem = row.problem
         try:
-            item = task.item(row) if problem is None else None
+            item = task.item(row) if row.problem is None else Item(row, problem=row.problem)
         except RowError as error:
-            item, problem = None, str(error)
-        if unit is not None and item is not None:
-            same = (row.number - 1) // task.batch == (unit.row.number - 1) // task.batch
-            same = same and (not task.one_query or item.query == unit.items[0].query)
-            if same and unit.size + row.size <= _MAX_REQUEST_BYTES:
-                unit.items.append(item)
-                unit.row, unit.size = row, unit.size + row.size
-                continue
-        if unit is not None:
+            item = Item(row, problem=str(error))
+        if unit and (size + row.size > _MAX_REQUEST_BYTES or not _share_request(unit[0], item, task)):
             yield unit
-        unit = None if item is None else Unit([item], row, row.size)
-        if item is None:
-            yield Unit([], row, row.size, problem)
-    if unit is not None:
+            unit, size = [], 0
+        unit.append(item)
+        size += row.size
+    if unit:
         yield unit
+
+
+def _share_request(first: Item, item: Item, task: Task) -> bool:
+    """Whether ``item`` may be in one request with ``first``."""
+    if item.problem is not None or first.problem is not None or (task.one_query and item.query != first.query):
+        return False
+    return (item.row.number - 1) // task.batch == (first.row.number - 1) // task.batch
+
+
+def _size(unit: Sequence[Item]) -> int:
+    return sum(item.row.size for item in unit)
 
 
 def _readable(rows: Iterator[Row], errors: list[UnreadableInput]) -> Iterator[Row]:
@@ -487,7 +499,7 @@ class Run:
         self._output = output
         self._total = total
         self._report = report
-        self._pending: deque[tuple[Unit, asyncio.Task[list[bytes]]]] = deque()
+        self._pending: deque[tuple[list[Item], asyncio.Task[list[bytes]]]] = deque()
         """Units whose lines are not written yet."""
         self._held = 0
         """Bytes of their rows and lines."""
@@ -516,7 +528,7 @@ class Run:
             while self._pending and (len(self._pending) >= window or self._held >= MAX_HELD_BYTES):
                 await self._next_end()
                 self._write_complete()
-            self._held += unit.size
+            self._held += _size(unit)
             self._pending.append((unit, group.create_task(self._answered(unit))))
             await asyncio.sleep(0)
             self._write_complete()
@@ -542,31 +554,31 @@ class Run:
             unit, lines = self._pending[0][0], task.result()
             self._output.write(lines)
             self._pending.popleft()
-            self._held -= unit.size + sum(map(len, lines))
+            self._held -= _size(unit) + sum(map(len, lines))
         if self._output.rows != before:
             counts = f"{self._output.rows} rows, {self._output.failed} failed"
-            self._report.update(unit.row.position if self._task.ordered else self._output.rows, self._total, counts)
+            self._report.update(unit[-1].row.position if self._task.ordered else self._output.rows, self._total, counts)
 
-    async def _answered(self, unit: Unit) -> list[bytes]:
+    async def _answered(self, unit: list[Item]) -> list[bytes]:
         lines = await self._lines(unit)
         self._held += sum(map(len, lines))
         return lines
 
-    async def _lines(self, unit: Unit) -> list[bytes]:
+    async def _lines(self, unit: list[Item]) -> list[bytes]:
         """Return a line for each row. If the server refuses several rows together, each is sent alone."""
-        if unit.problem is not None:
-            return [self._task.failure(unit.row, Answer(problem=unit.problem))]
-        answer = await self._task.answer(unit.items, self._sender)
-        if answer.problem is None:
-            try:
-                return self._task.lines(unit.items, answer)
-            except (RowError, ValueError) as error:
-                answer = Answer(request_id=answer.request_id, problem=f"the answer cannot be used: {error}")
-        elif self._task.stops(answer):
-            raise CommandError(f"the server refused: {answer.problem}")
-        if len(unit.items) == 1:
-            return [self._task.failure(unit.row, answer)]
-        return [line for item in unit.items for line in await self._lines(Unit([item], item.row, item.row.size))]
+        if unit[0].problem is not None:
+            return [self._task.failure(unit[0].row, Answer(problem=unit[0].problem))]
+        try:
+            return await self._task.compute(unit, self._sender)
+        except Refused as refused:
+            answer = refused.answer
+            if self._task.stops(answer):
+                raise CommandError(f"the server refused: {answer.problem}") from None
+        except (RowError, ValueError) as error:
+            answer = Answer(problem=f"the answer cannot be used: {error}")
+        if len(unit) == 1:
+            return [self._task.failure(unit[0].row, answer)]
+        return [line for item in unit for line in await self._lines([item])]
 
 
 def execute(
@@ -597,7 +609,16 @@ def execute(
         return _said(output, *_counted(output, task))
     lines = Output(part, task)
     try:
-        _send_missing(task, source, lines, server, concurrency, retry_seconds)
+        rows, done = source.rows(task.read), lines.rows
+        skipped = sum(1 for _ in islice(rows, done))
+        if skipped < done:
+            raise WrongUsage(f"the output has {done} rows, and {input} has {skipped}; name another --output, or remove the old one")
+        if (first := next(rows, None)) is not None:
+            with server() as running, Report(f"yardstick {task.command}", source.total) as report:
+                if done:
+                    report.say(f"continuing after row {done}")
+                run = Run(task, Sender(running, concurrency, retry_seconds), lines, source.total, report)
+                asyncio.run(run.run(chain([first], rows), _WINDOW * concurrency))
     finally:
         lines.close()
     if part != output:
@@ -607,29 +628,6 @@ def execute(
             raise _cannot_write(output, error) from None
         part.unlink()
     return _said(output, lines.rows, lines.failed)
-
-
-def _send_missing(
-    task: Task,
-    source: Source,
-    lines: Output,
-    server: Callable[[], AbstractContextManager[Server]],
-    concurrency: int,
-    retry_seconds: float,
-) -> None:
-    rows, done = source.rows(task.read), lines.rows
-    skipped = sum(1 for _ in islice(rows, done))
-    if skipped < done:
-        raise WrongUsage(
-            f"the output has {done} rows, and {source.path} has {skipped}; name another --output, or remove the old one"
-        )
-    if (first := next(rows, None)) is None:
-        return
-    with server() as running, Report(f"yardstick {task.command}", source.total) as report:
-        if done:
-            report.say(f"continuing after row {done}")
-        sender = Sender(running, concurrency, retry_seconds)
-        asyncio.run(Run(task, sender, lines, source.total, report).run(chain([first], rows), _WINDOW * concurrency))
 
 
 def _counted(output: Path, task: Task) -> tuple[int, int]:

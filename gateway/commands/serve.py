@@ -26,6 +26,7 @@ from rich.console import Console
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.commands import CommandError, Interrupted, WrongUsage
 from yardstick_llm.gateway.commands.client import Server
+from yardstick_llm.gateway.commands.files import reason_of
 from yardstick_llm.gateway.commands.lists import as_table, compute
 from yardstick_llm.gateway.commands.processes import (
     Child,
@@ -281,8 +282,7 @@ def _check_port(settings: Settings) -> None:
     except OSError as error:
         used = error.errno == errno.EADDRINUSE
         remedy = "stop what uses it, or choose another with --port" if used else "check --host and --port"
-        reason = (error.strerror or str(error)).lower()
-        raise CommandError(f"cannot listen on {settings.host} port {settings.port} ({reason}); {remedy}") from None
+        raise CommandError(f"cannot listen on {settings.host} port {settings.port} ({reason_of(error)}); {remedy}") from None
 
 
 def models_of(options: ServeOptions) -> _Models:

@@ -84,7 +84,7 @@ def plan(
     echo = prepared.texts[place] if prepared.texts else None
     if not prompt:
         raise InvalidRequest(f"`{param}` is empty; send at least one token.", param=param)
-    model.check_prompt(len(prompt), param, room=0 if max_tokens == 0 else 1)
+    model.facts.check_prompt(len(prompt), param, room=0 if max_tokens == 0 else 1)
     if prepared.grammar:
         _check_grammar(model, fields)
     if prepared.images and fields.prompt_logprobs is not None:

@@ -27,9 +27,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from enum import Enum, auto
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import msgspec
 from litestar.types import ASGIApp, Receive, Scope, Send
@@ -41,6 +40,9 @@ from yardstick_llm.gateway.http.context import RequestContext
 from yardstick_llm.gateway.keys import SHARED_GROUP, ApiKey, parse_keys
 from yardstick_llm.gateway.ops.metrics import KeySample, Telemetry, key_file
 from yardstick_llm.gateway.settings import CacheIsolation, SettingsError
+
+if TYPE_CHECKING:
+    from yardstick_llm.gateway.process.kubernetes import WatchedSecret
 
 logger = logging.getLogger(__name__)
 
@@ -76,28 +78,6 @@ class Version(NamedTuple):
         return cls(status.st_dev, status.st_ino, status.st_mode, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
 
 
-class Watched(Protocol):
-    """A Secret that is followed (:class:`gateway.process.kubernetes.WatchedSecret`)."""
-
-    name: str
-
-    def start(self) -> None:
-        """Follow it in a thread."""
-
-    def stop(self) -> None:
-        """End the thread, without waiting."""
-
-    def content(self) -> bytes | None:
-        """The newest content, the same object until it changes; empty: deleted; None: unknown."""
-
-
-class _Missing(Enum):
-    """The file does not exist, or is empty."""
-
-    FILE = auto()
-    CONTENT = auto()
-
-
 class KeyRing:
     """Keeps the valid keys. :meth:`look` runs in one thread at a time, :meth:`find` in the event loop's thread."""
 
@@ -107,7 +87,7 @@ class KeyRing:
         *,
         stale_seconds: float = 300.0,
         isolation: CacheIsolation = "key",
-        secret: Watched | None = None,
+        secret: WatchedSecret | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Read the file; ``secret`` has the same content, sooner. Raises :class:`SettingsError` for an unusable file."""
@@ -123,8 +103,8 @@ class KeyRing:
         self._refusing = False
         try:
             self._version, content = _read(path)
-            if isinstance(content, _Missing):
-                raise ValueError("the file is empty" if content is _Missing.CONTENT else "No such file or directory")
+            if not content.strip():
+                raise ValueError("the file is empty")
             self._keys, self._problems = self._parsed(content)
         except (OSError, ValueError) as error:
             raise SettingsError(_complaint(path, error)) from None
@@ -172,19 +152,20 @@ class KeyRing:
                 self._confirm()
                 return
             version, content = found
-            if isinstance(content, _Missing):
-                self._miss(content, telemetry)
+            if not content.strip():
+                self._miss("is empty", telemetry)
                 return
             keys, problems = self._parsed(content)
         except FileNotFoundError:
-            self._miss(_Missing.FILE, telemetry)
+            self._miss("does not exist any more", telemetry)
         except (OSError, ValueError) as error:
             self._fail(_complaint(self._path, error), telemetry)
         else:
             self._take(version, keys, problems, telemetry)
 
-    def _changed(self) -> tuple[Version | None, bytes | _Missing] | None:
-        """Return version of the file and content, None if they are those known. Raises :class:`OSError`, :class:`ValueError`."""
+    def _changed(self) -> tuple[Version | None, bytes] | None:
+        """Return version of the file and content, None if they are those known and not empty. Raises :class:`OSError`,
+        :class:`ValueError`."""
         told = None if self._secret is None else self._secret.content()
         if told is None:
             unchanged = self._problem is None and Version.of(self._path.stat()) == self._version
@@ -192,9 +173,7 @@ class KeyRing:
         version = None
         with suppress(OSError):  # the file does not count now; only its later changes may
             version = Version.of(self._path.stat())
-        if not told.strip():
-            return version, _Missing.CONTENT
-        if self._problem is None and told is self._told:
+        if self._problem is None and told is self._told and told.strip():
             self._version = version
             return None
         self._told = told
@@ -248,12 +227,11 @@ class KeyRing:
         if self._version is not None and self._version.mode & stat.S_IWOTH:
             logger.warning("%s can be written by every user of this machine; remove this permission (chmod o-w)", self._path)
 
-    def _miss(self, what: _Missing, telemetry: Telemetry) -> None:
+    def _miss(self, reason: str, telemetry: Telemetry) -> None:
         self._missed += 1
         if self._missed < LOOKS_TO_REVOKE:
             return
         if self._missed == LOOKS_TO_REVOKE:
-            reason = "does not exist any more" if what is _Missing.FILE else "is empty"
             logger.error("%s %s: all API keys are revoked", self._path, reason)
             telemetry.key_reloads.labels("revoked").inc()
         missed, self._keys, self._problems, self._version, self._told = self._missed, {}, [], None, None
@@ -273,7 +251,7 @@ class KeyRing:
             logger.error("%s; requests are answered 503 from now on", problem)
 
 
-def _read(path: Path) -> tuple[Version | None, bytes | _Missing]:
+def _read(path: Path) -> tuple[Version | None, bytes]:
     """Return the content, and its version unless the file changed meanwhile. Raises :class:`OSError`, :class:`ValueError`."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError("not a regular file")
@@ -283,7 +261,7 @@ def _read(path: Path) -> tuple[Version | None, bytes | _Missing]:
         after = Version.of(os.fstat(stream.fileno()))
     if len(content) > MAX_FILE_BYTES:
         raise ValueError(f"longer than {MAX_FILE_BYTES} bytes")
-    return before if before == after else None, content if content.strip() else _Missing.CONTENT
+    return before if before == after else None, content
 
 
 def _listed(problems: list[str]) -> str:
@@ -308,10 +286,6 @@ class RequireKey(HttpMiddleware):
 
     def __init__(self, ring: KeyRing) -> None:
         self._ring = ring
-
-    def __deepcopy__(self, _: object) -> Self:
-        """Return this object: the framework copies routers and their contents, but the keys must stay shared."""
-        return self
 
     async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
         """Pass a request with a valid key on. Raises :class:`Unauthorized`, :class:`gateway.errors.KeysUnavailable`."""

@@ -34,6 +34,10 @@ class HttpMiddleware(ASGIMiddleware):
         """Return :meth:`handle` with ``app`` as the next application."""
         return partial(self.handle, next_app=app)
 
+    def __deepcopy__(self, _: object) -> Self:
+        """Return this object: the framework copies routers and their contents, but all copies must share keys and bounds."""
+        return self
+
 
 ChargeRefusal = Callable[[RequestContext, GatewayError], Awaitable[None]]
 _GONE = "The client left before its request was read."
@@ -71,22 +75,50 @@ class Hold:
             self._room.give(self.tenant, self._bytes)
 
 
-class BodyReader:
-    """Reads the bodies of one server's requests."""
+class InFlightLimit(HttpMiddleware):
+    """Reads the body and passes the complete request on. Answers 429 if too much is in progress.
 
-    def __init__(self, settings: Settings, telemetry: Telemetry) -> None:
+    A request counts as in flight from the time when its body is complete; before that, it counts as an upload. :class:`FairRoom`
+    shares each kind of room between keys, so this middleware stands behind :class:`~gateway.http.auth.RequireKey`.
+    """
+
+    def __init__(self, settings: Settings, telemetry: Telemetry, charge_refusal: ChargeRefusal) -> None:
+        """``charge_refusal``: called for each request that is refused with an error of ours."""
+        self._charge_refusal = charge_refusal
         self._settings = settings
         self._telemetry = telemetry
         self._uploads = FairRoom(settings.max_uploads)
         self._bytes = FairRoom(settings.max_bytes_in_flight)
+        self._requests = FairRoom(settings.max_in_flight)
         telemetry.bytes_in_flight.set_function(lambda: self._bytes.used)
         telemetry.uploads.set_function(lambda: self._uploads.used)
 
-    def hold(self, tenant: str | None, weight: float = 1.0) -> Hold:
-        """Create the hold of a request of ``tenant``, with no bytes yet. ``weight`` scales the tenant's share."""
-        return Hold(self._bytes, tenant, weight, self._telemetry)
+    async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
+        """Count the request until its answer is sent, and charge a refusal. Raises what :meth:`_read` raises, :class:`Overloaded`,
+        and :class:`RateLimited`."""
+        context = RequestContext.in_scope(scope)
+        tenant, weight = context.tenant
+        hold = Hold(self._bytes, tenant, weight, self._telemetry)
+        try:
+            if scope["method"] in ("POST", "PUT"):  # type: ignore[typeddict-item]
+                with stage("gateway.receive"):
+                    body = await self._read(scope, receive, hold)
+                receive = _replay(body, receive)
+            if not self._requests.take(tenant, weight=weight):
+                raise self._counted(
+                    "in_flight", Overloaded("The server has too many requests in progress; try again soon.", retry_after=1)
+                )
+            try:
+                await next_app(scope, receive, send)
+            finally:
+                self._requests.give(tenant)
+        except GatewayError as error:
+            await self._charge_refusal(context, error)
+            raise
+        finally:
+            hold.end()
 
-    async def read(self, scope: Scope, receive: Receive, hold: Hold) -> bytes:
+    async def _read(self, scope: Scope, receive: Receive, hold: Hold) -> bytes:
         """Return the whole body. ``hold`` grows with it. The protocol limits the time.
 
         Raises :class:`BodyTooLarge`, :class:`Overloaded`, :class:`RequestTimeout`, :class:`UnsupportedEncoding`,
@@ -142,58 +174,11 @@ class BodyReader:
         return error
 
 
-class InFlightLimit(HttpMiddleware):
-    """Reads the body and passes the complete request on. Answers 429 if too much is in progress.
-
-    A request counts as in flight from the time when its body is complete; before that, it counts as an upload. :class:`FairRoom`
-    shares each kind of room between keys, so this middleware stands behind :class:`~gateway.http.auth.RequireKey`.
-    """
-
-    def __init__(self, settings: Settings, telemetry: Telemetry, charge_refusal: ChargeRefusal) -> None:
-        """``charge_refusal``: called for each request that is refused with an error of ours."""
-        self._charge_refusal = charge_refusal
-        self._requests = FairRoom(settings.max_in_flight)
-        self._bodies = BodyReader(settings, telemetry)
-        self._telemetry = telemetry
-
-    def __deepcopy__(self, _: object) -> Self:
-        """Return this object: the framework copies routers and their contents, but all copies must share one admission."""
-        return self
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
-        """Count the request until its answer is sent, and charge a refusal. Raises what :meth:`BodyReader.read` raises,
-        :class:`Overloaded`, and :class:`RateLimited`."""
-        context = RequestContext.in_scope(scope)
-        tenant, weight = context.tenant
-        hold = self._bodies.hold(tenant, weight)
-        try:
-            if scope["method"] in ("POST", "PUT"):  # type: ignore[typeddict-item]
-                with stage("gateway.receive"):
-                    body = await self._bodies.read(scope, receive, hold)
-                receive = _replay(body, receive)
-            if not self._requests.take(tenant, weight=weight):
-                self._telemetry.rejected.labels("in_flight").inc()
-                raise Overloaded("The server has too many requests in progress; try again soon.", retry_after=1)
-            try:
-                await next_app(scope, receive, send)
-            finally:
-                self._requests.give(tenant)
-        except GatewayError as error:
-            await self._charge_refusal(context, error)
-            raise
-        finally:
-            hold.end()
-
-
 def _replay(body: bytes, receive: Receive) -> Receive:
     """Return an ASGI ``receive`` that first gives ``body``, which has been read already, and then calls ``receive``."""
-    kept: bytes | None = body
+    read: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Any:
-        nonlocal kept
-        if kept is None:
-            return await receive()
-        given, kept = kept, None
-        return {"type": "http.request", "body": given, "more_body": False}
+        return read.pop() if read else await receive()
 
     return replayed

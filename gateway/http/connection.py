@@ -16,7 +16,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from enum import Enum, auto
-from functools import partial
 from math import inf
 from typing import Any
 from urllib.parse import unquote
@@ -193,7 +192,7 @@ class Connections:
             return False
         oldest, _ = self._waiting.popitem(last=False)
         self.open.discard(oldest)
-        oldest.evict()
+        oldest.transport.abort()
         self.telemetry.rejected.labels("evicted").inc()
         return True
 
@@ -219,6 +218,16 @@ LINGER_SECONDS = 1.0
 """Time that a client has to read a response that was sent before its request was complete."""
 MAX_DROPPED = 64 << 20
 """Bytes that a connection reads and drops before it is aborted."""
+MAX_HEADER_BYTES = 64 << 10
+"""Largest request line and headers together, in bytes; larger ones are answered 431."""
+MAX_HEADERS = 128
+"""Most headers of a request; more are answered 431."""
+CHUNK_OVERHEAD = 12
+"""Bytes of framing that are allowed for each chunk."""
+MAX_OVERHEAD = 64 * 1024
+"""Bytes of a chunked body that are allowed beyond data and normal framing: chunk extensions and trailers."""
+_OF_UPGRADES = (b"upgrade", b"http2-settings", b"connection")
+_NOT_HTTP = "This is not a valid HTTP/1.1 request: {}. Check the client and any proxy between it and this server."
 
 
 class Phase(Enum):
@@ -238,8 +247,12 @@ class Phase(Enum):
 WAITING, HEAD, WORKING, CLOSING = Phase
 
 
+class _Pipelined(Exception):
+    """A request began before the response to the previous one was complete."""
+
+
 class BoundedConnection(HttpToolsProtocol):
-    """One connection with a deadline for every phase."""
+    """One connection: parses bytes and starts requests, with a deadline for every phase."""
 
     cycle: Cycle
     transport: LingeringTransport  # type: ignore[assignment]
@@ -264,6 +277,11 @@ class BoundedConnection(HttpToolsProtocol):
         self._dropping = False
         """Whether input is dropped, because the connection is about to close."""
         self._dropped = 0
+        self._room = MAX_HEADER_BYTES
+        """Bytes that may be parsed in one piece. Before the head is complete, this is the rest of its size limit."""
+        self._incoming = Incoming([])
+        self._overhead = 0
+        """Bytes of the chunked body beyond its data and the normal framing of its chunks."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start a new connection, or refuse it if there are too many."""
@@ -275,11 +293,12 @@ class BoundedConnection(HttpToolsProtocol):
                 self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Release the resources of a connection that ended."""
+        """End the request in progress, and release the resources of the connection."""
         self._connections.forget(self)
         self._deadline = self._write_deadline = inf
         self._dropping = True
         super().connection_lost(exc)
+        self._incoming.disconnected()
 
     def check_deadlines(self, now: float) -> None:
         """Act on expired deadlines. The registry calls this a few times per second."""
@@ -304,10 +323,6 @@ class BoundedConnection(HttpToolsProtocol):
         if now >= self._deadline:
             words = f"The request's body did not arrive within {seconds:g} s, or came slower than {rate} bytes/s after that."
             self._body_failed(RequestTimeout(words), "body_timeout")
-
-    def evict(self) -> None:
-        """Abort the connection to make room for another."""
-        self.transport.abort()
 
     def pause_writing(self) -> None:
         """Start the deadline for the client to read, because the write buffer is full."""
@@ -392,6 +407,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Wait for the next request after a complete response."""
+        self._room = MAX_HEADER_BYTES
         self.server_state.total_requests += 1
         if self._phase is CLOSING or self.transport.is_closing():
             return
@@ -399,44 +415,6 @@ class BoundedConnection(HttpToolsProtocol):
         self._phase = WAITING
         self._deadline = self.loop.time() + self._settings.idle_seconds
         self._connections.waits(self)
-
-
-MAX_HEADER_BYTES = 64 << 10
-"""Largest request line and headers together, in bytes; larger ones are answered 431."""
-MAX_HEADERS = 128
-"""Most headers of a request; more are answered 431."""
-CHUNK_OVERHEAD = 12
-"""Bytes of framing that are allowed for each chunk."""
-MAX_OVERHEAD = 64 * 1024
-"""Bytes of a chunked body that are allowed beyond data and normal framing: chunk extensions and trailers."""
-_OF_UPGRADES = (b"upgrade", b"http2-settings", b"connection")
-_NOT_HTTP = "This is not a valid HTTP/1.1 request: {}. Check the client and any proxy between it and this server."
-
-
-class _Pipelined(Exception):
-    """A request began before the response to the previous one was complete."""
-
-
-def protocol_factory(settings: Settings, telemetry: Telemetry, log: AccessLog | None) -> Callable[..., Protocol]:
-    """Return the protocol factory of one server, for ``uvicorn.Config(http=…)``."""
-    return partial(Protocol, Connections(settings, telemetry, log))
-
-
-class Protocol(BoundedConnection):
-    """One connection: parses bytes and starts requests."""
-
-    def __init__(self, connections: Connections, **uvicorn: Any) -> None:
-        super().__init__(connections, **uvicorn)
-        self._room = MAX_HEADER_BYTES
-        """Bytes that may be parsed in one piece. Before the head is complete, this is the rest of its size limit."""
-        self._incoming = Incoming([])
-        self._overhead = 0
-        """Bytes of the chunked body beyond its data and the normal framing of its chunks."""
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """End the request in progress."""
-        super().connection_lost(exc)
-        self._incoming.disconnected()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio takes a result
         """Refuse a request that is incomplete when the client ends its side of the connection. After a complete one, the client is
@@ -599,11 +577,6 @@ class Protocol(BoundedConnection):
         if len(cycle.body) > HIGH_WATER_LIMIT:
             self.flow.pause_reading()
         cycle.message_event.set()
-
-    def on_response_complete(self) -> None:
-        """Reset the bound on the head for the next request."""
-        self._room = MAX_HEADER_BYTES
-        super().on_response_complete()
 
     def on_message_complete(self) -> None:
         """Mark the request as complete."""

@@ -176,8 +176,7 @@ class RequestContext(RequestRecord):
     @staticmethod
     def of(connection: ASGIConnection) -> RequestContext:  # type: ignore[type-arg]
         """Return the context of the request of ``connection``."""
-        context: RequestContext = connection.scope[_KEY]  # type: ignore[literal-required]
-        return context
+        return RequestContext.in_scope(connection.scope)
 
     @staticmethod
     def in_scope(scope: Scope) -> RequestContext:
@@ -210,16 +209,14 @@ class CachePolicy(NamedTuple):
 
     @classmethod
     def of(cls, connection: ASGIConnection) -> CachePolicy:  # type: ignore[type-arg]
-        """Return the policy of a request, which may have several ``Cache-Control`` headers (RFC 9110, section 5.3)."""
-        values = [value for name, value in connection.scope["headers"] if name == b"cache-control"]
-        return cls.from_header(b",".join(values).decode("latin-1")) if values else _DEFAULT
-
-    @classmethod
-    def from_header(cls, cache_control: str) -> CachePolicy:
-        """``no-cache`` computes and stores new results; ``no-store`` neither reads nor stores. Other directives have no effect."""
-        directives = {part.strip().lower() for part in cache_control.split(",")}
-        stores = "no-store" not in directives
-        return cls(read=stores and "no-cache" not in directives, write=stores)
+        """Return the policy of a request: ``no-cache`` computes and stores new results; ``no-store`` neither reads nor stores.
+        Other directives have no effect."""
+        given = Incoming.of(connection.scope).headers.get(b"cache-control")
+        if given is None:
+            return _DEFAULT
+        directives = {part.strip().lower() for part in given.split(b",")}
+        stores = b"no-store" not in directives
+        return cls(read=stores and b"no-cache" not in directives, write=stores)
 
 
 _DEFAULT = CachePolicy()
@@ -258,14 +255,14 @@ async def answer_request(
         await app(scope, receive, send_marked)
     except InvalidRequest as error:
         context.failed(error)
-        await _answer(error, send_marked)
+        await send_error(error, send_marked)
     except asyncio.CancelledError:
         cut_off = context.cut_off() if context.first_byte is None else None
         if cut_off is None:
             context.outcome = "shutdown"
             raise
         context.failed(cut_off)
-        await _answer(cut_off, send_marked)
+        await send_error(cut_off, send_marked)
     finally:
         context.limits.close()
         telemetry.in_flight -= counted
@@ -289,7 +286,7 @@ async def answer_request(
             tracer.exporter.put(trace.end(context, scope["method"], route))  # type: ignore[typeddict-item]
 
 
-async def _answer(error: GatewayError, send: Send) -> None:
+async def send_error(error: GatewayError, send: Send) -> None:
     """Send ``error`` as the response to a request without one."""
     body = msgspec.json.encode(error.body)
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}

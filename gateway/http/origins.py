@@ -11,9 +11,8 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-import msgspec
 from litestar.config.cors import CORSConfig
-from litestar.types import ASGIApp, HTTPScope, Receive, Scope, Send
+from litestar.types import HTTPScope
 
 from yardstick_llm.gateway.errors import Forbidden, GatewayError, Misdirected, UnsupportedMediaType
 from yardstick_llm.gateway.http.connection import Incoming
@@ -124,16 +123,3 @@ _ORIGIN = (
     "page is yours."
 )
 _KIND = "The Content-Type must be application/json; with curl, add -H 'Content-Type: application/json'."
-
-
-def answer_refusal(error: GatewayError) -> ASGIApp:
-    """Return an ASGI application that responds with ``error`` in OpenAI's format."""
-    body = msgspec.json.encode(error.body)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
-
-    async def app(_: Scope, __: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": error.status, "headers": headers})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
-
-    return app

@@ -19,6 +19,7 @@ from yardstick_llm.gateway.http.context import RequestContext
 from yardstick_llm.gateway.images.decode import ImageError, InvalidImage
 from yardstick_llm.gateway.ops.metrics import ImageMetrics
 from yardstick_llm.gateway.process.bounds import FairRoom, Tenant
+from yardstick_llm.gateway.process.event_loop import end_tasks
 
 MAX_URLS = 32
 """Most URLs of one request."""
@@ -91,9 +92,7 @@ class ImageFetcher:
         try:
             await asyncio.gather(*tasks.values())
         finally:
-            for task in tasks.values():
-                task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            await end_tasks(*tasks.values())
             self._fetches.give(tenant.id, len(wanted))
         return {url: task.result() for url, task in tasks.items()}
 

@@ -46,6 +46,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.process.event_loop import end_tasks
 from yardstick_llm.gateway.store.link import Link, RedisAway, Script
 
 RATES = ("requests", "tokens", "items")
@@ -168,11 +169,9 @@ class Limiter(Protocol):
 
     async def take(self, lease: Lease) -> Verdict:
         """Take the whole cost of the lease, or nothing."""
-        ...
 
     def end(self, lease: Lease) -> None:
         """Release the lease's concurrency and settle ``lease.more``. Called once for each lease that was granted."""
-        ...
 
 
 def too_much(limits: Limits, cost: Cost) -> str | None:
@@ -200,25 +199,23 @@ class LocalLimiter:
         if name := too_much(lease.limits, lease.cost):
             return Verdict(name, float("inf"), self._levels(lease, now))
         denied, wait = self._shortage(lease, now)
-        if denied is None and _full(lease.limits, self._held[lease.owner]):
+        places = lease.limits.concurrency
+        if denied is None and places is not None and self._held[lease.owner] >= places:
             denied, wait = CONCURRENCY, BUSY_SECONDS
         if denied is None:
-            self._take(lease, now)
+            self.record(lease, now)
         return Verdict(denied, wait, self._levels(lease, now))
 
-    def record(self, lease: Lease) -> None:
-        """Take the cost of ``lease`` without a check, because Redis granted the lease."""
-        self._take(lease, time.monotonic())
+    def record(self, lease: Lease, now: float) -> None:
+        """Take the cost of a lease that was granted here or by Redis."""
+        self._charge(lease, lease.cost, now)
+        self._held[lease.owner] += 1
 
     def end(self, lease: Lease) -> None:
         """Release the lease's concurrency and settle its cost."""
         self._held[lease.owner] -= 1
         if (more := lease.more) != NOTHING:
             self._charge(lease, more, time.monotonic())
-
-    def _take(self, lease: Lease, now: float) -> None:
-        self._charge(lease, lease.cost, now)
-        self._held[lease.owner] += 1
 
     def _charge(self, lease: Lease, amounts: Cost, now: float) -> None:
         for name, limit, amount in zip(RATES, lease.limits.rates, amounts, strict=True):
@@ -243,10 +240,6 @@ class LocalLimiter:
             for name, limit in zip(RATES, lease.limits.rates, strict=True)
         )
         return requests, tokens, items
-
-
-def _full(limits: Limits, held: int) -> bool:
-    return limits.concurrency is not None and held >= limits.concurrency
 
 
 LEASE_SECONDS = 60.0
@@ -384,9 +377,7 @@ class SharedLimiter:
 
     async def stop(self) -> None:
         """Stop the background tasks and settle the leases that have ended."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         await self._settle_all()
 
     async def take(self, lease: Lease) -> Verdict:
@@ -405,7 +396,7 @@ class SharedLimiter:
         else:
             if verdict.denied is None:
                 lease.shared = True
-                self._local.record(lease)
+                self._local.record(lease, time.monotonic())
         if verdict.denied is None and lease.limits.concurrency is not None:
             self._held[lease.id] = lease
         return verdict
@@ -436,7 +427,10 @@ class SharedLimiter:
         places = -1 if limits.concurrency is None else limits.concurrency
         arguments = [*rates, places, lease.id, int(self._lease_seconds * 1e6)]
         denied, wait, *ahead = await self._link.ask(lambda: _TAKE(self._link.client, self._names(lease), arguments))
-        requests, tokens, items = map(_level, limits.rates, ahead)
+        requests, tokens, items = (
+            None if limit is None else level(limit, microseconds / 1e6)
+            for limit, microseconds in zip(limits.rates, ahead, strict=True)
+        )
         name = _DENIALS[denied]
         return Verdict(name, BUSY_SECONDS if name == CONCURRENCY else wait / 1e6, (requests, tokens, items))
 
@@ -499,7 +493,3 @@ def _grouped(leases: Iterable[Lease]) -> list[list[Lease]]:
     for lease in leases:
         groups.setdefault((lease.owner, lease.limits), []).append(lease)
     return list(groups.values())
-
-
-def _level(limit: int | None, ahead: int) -> Level | None:
-    return None if limit is None else level(limit, ahead / 1e6)

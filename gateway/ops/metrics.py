@@ -5,9 +5,9 @@ Labels have few values; no text from clients is one. docs/operations.md and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -158,14 +158,6 @@ class TextMetrics(Metrics):
         """``slow``, ``moved`` to the workers for bulk jobs, ``template``, ``memory``, ``left`` by its client, or ``crash``."""
 
 
-class Pixels(Protocol):
-    """An image that is ready for an engine."""
-
-    @property
-    def pixels(self) -> memoryview:
-        """The pixels of all patches."""
-
-
 class ImageMetrics(Metrics):
     """Images of requests: received, refused and fetched."""
 
@@ -179,11 +171,10 @@ class ImageMetrics(Metrics):
         self._fetches = self._counter("image_fetches", "Images that were fetched from URLs, by outcome.", "result")
         self._fetch_seconds = self._histogram("image_fetch_seconds", "Time that fetching an image takes.")
 
-    def read(self, images: Sequence[Pixels]) -> None:
-        """Record the images of a request."""
-        if images:
-            self._prepared.inc(len(images))
-            self._bytes.inc(sum(len(image.pixels) for image in images))
+    def read(self, images: int, pixel_bytes: int) -> None:
+        """Record the images of a request, and the bytes of their pixels."""
+        self._prepared.inc(images)
+        self._bytes.inc(pixel_bytes)
 
     def fetched(self, result: str, seconds: float) -> None:
         """Record a fetch: ``ok``, ``host`` or ``fetch``."""
@@ -268,7 +259,7 @@ class Telemetry(Metrics):
         lookups = self._of_model("cache_lookups", "Results looked up in the cache.", "result")
         self._lookup_seconds = self._histogram("cache_lookup_seconds", "One request's lookup.", buckets=LOOKUP_SECONDS)
         self.cache_writes = self._counter("cache_writes", "Results to write to Redis, by outcome.", "result")
-        self._redis_up = self._gauge("redis_available", "Whether Redis is in use: 0 while it is unavailable.")
+        self.redis_up = self._gauge("redis_available", "Whether Redis is in use: 0 while it is unavailable.")
         self.redis_errors = self._counter(
             "redis_errors", "Calls of Redis that failed, by kind: timeout, error, full, disk or rights.", "kind"
         )
@@ -365,10 +356,6 @@ class Telemetry(Metrics):
         found.inc(hits)
         missing.inc(misses)
         self._lookup_seconds.observe(seconds)
-
-    def redis_available(self, available: bool) -> None:
-        """Record the state of the circuit breaker: closed if ``available``."""
-        self._redis_up.set(available)
 
     def used(self, key: str, account: Account) -> None:
         """Count a finished request of the key called ``key``, with the numbers of the access log."""

@@ -10,7 +10,7 @@ import msgspec
 
 from yardstick_llm.gateway.output.families import FAMILIES, Function
 from yardstick_llm.gateway.output.lark import Lark, TokenOf
-from yardstick_llm.gateway.output.parser import Content, Part, Reasoning, Scanner, Steps, ToolParser, before_space, held_for
+from yardstick_llm.gateway.output.parser import Content, Part, Reasoning, Scanner, Steps, ToolParser, before_space
 
 AUTOMATIC, NO_FORMAT = "auto", "none"
 """Formats that are chosen by the model's chat template, and that are not looked for."""
@@ -119,20 +119,17 @@ class ThinkingParser:
         scan, close = self._scan, self._tags.close
         yield from scan.space()
         scan.mark = scan.at
-        searched = 0
-        while True:
-            begin = scan.mark + searched
-            found = scan.text.find(close, begin)
-            end = found if found >= 0 else held_for(scan.text, begin, (close,)) if not scan.ended else len(scan.text)
-            certain = before_space(scan.text, scan.mark, end)
-            self._split.reasoning += scan.text[scan.mark : certain]
-            scan.mark = certain
-            if found >= 0 or scan.ended:
-                self.closed = found >= 0
-                scan.at = found + len(close) if found >= 0 else len(scan.text)
-                return
-            searched = end - scan.mark
-            yield
+        self.closed = yield from scan.before((close,), self._pass)
+        if self.closed:
+            scan.at += len(close)
+        else:
+            scan.at = len(scan.text)
+            self._pass(before_space(scan.text, scan.mark, scan.at))
+
+    def _pass(self, end: int) -> None:
+        """Pass the section on up to ``end``."""
+        self._split.reasoning += self._scan.text[self._scan.mark : end]
+        self._scan.mark = end
 
 
 _CONSTRAINT = "constraint"
@@ -164,29 +161,17 @@ def answer_grammar(
     lark = Lark(token_of)
     if calls is None:
         answer = lark.embedded(_CONSTRAINT, constraint)
-    elif calls.forced:
-        answer = _first_marker(lark, calls) + _calls(lark, calls)
     else:
-        answer = _free_calls(lark, calls, constraint)
+        frame = FAMILIES[calls.family].frame
+        after_marker = frame.calls(lark, calls.functions, several=calls.several)
+        whole = after_marker if frame.marker is None else f"{lark.marker(frame.marker)} {after_marker}"
+        if calls.forced:
+            answer = whole
+        elif constraint:
+            answer = f"{whole} | {lark.embedded(_CONSTRAINT, constraint)}"
+        else:
+            answer = frame.free(lark, after_marker, FAMILIES[calls.family].parser.markers)
     return lark.build(_after_thinking(lark, lark.rule("answer", answer), thinking, opened=opened))
-
-
-def _calls(lark: Lark, calls: Calls) -> str:
-    return FAMILIES[calls.family].frame.calls(lark, calls.functions, several=calls.several)
-
-
-def _first_marker(lark: Lark, calls: Calls) -> str:
-    marker = FAMILIES[calls.family].frame.marker
-    return "" if marker is None else f"{lark.marker(marker)} "
-
-
-def _free_calls(lark: Lark, calls: Calls, constraint: str) -> str:
-    """Match text, calls, or text and then calls; with a ``constraint``, what it allows or calls."""
-    frame, markers = FAMILIES[calls.family].frame, FAMILIES[calls.family].parser.markers
-    expression = _calls(lark, calls)
-    if constraint:
-        return f"{_first_marker(lark, calls)}{expression} | {lark.embedded(_CONSTRAINT, constraint)}"
-    return frame.free(lark, expression, markers)
 
 
 def _after_thinking(lark: Lark, answer: str, tags: Tags | None, *, opened: bool) -> str:

@@ -561,8 +561,6 @@ _ENDED: dict[int, str] = {
 }
 """Problems of grammars by the signal that ended the compiling process."""
 
-_COMPILE_NAMED = {"properties", "patternProperties", "$defs", "definitions"}
-"""Keywords whose values have names of the schema's author as keys."""
 _KEYWORDS = re.compile(r'Unimplemented keys: \["([^"\\]+)"')
 _REWORDED = (
     (re.compile("NoExtensionBias"), "no text matches it, for example because a `$ref` leads only to itself"),
@@ -648,9 +646,7 @@ def _refusal(problem: str, grammar: str, param: str) -> InvalidRequest:
     if found is None or not grammar.startswith("{"):
         return InvalidRequest(f"`{param}` cannot be followed: {reason}.", param=param)
     schemas = [each["json_schema"] for each in msgspec.json.decode(grammar)["grammars"] if "json_schema" in each]
-    place = next((path for schema in schemas for path in _places(schema, found[1], param)), param)
-    if len(schemas) > 1:
-        place = param
+    place = next(_places(schemas[0], found[1], param), param) if len(schemas) == 1 else param
     return InvalidRequest(f"`{place}`: the keyword `{found[1]}` is not supported.", param=place)
 
 
@@ -659,7 +655,7 @@ def _places(schema: dict[str, Any], keyword: str, path: str) -> Iterator[str]:
     level: list[tuple[str, Any]] = [(path, schema)]
     while level:
         for place, value in level:
-            if isinstance(value, dict) and keyword in value and place.rpartition(".")[2] not in _COMPILE_NAMED:
+            if isinstance(value, dict) and keyword in value and place.rpartition(".")[2] not in _NAMED:
                 yield place
         level = [(f"{place}.{key}", part) for place, value in level if isinstance(value, dict) for key, part in value.items()] + [
             (f"{place}[{index}]", part) for place, value in level if isinstance(value, list) for index, part in enumerate(value)

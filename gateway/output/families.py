@@ -509,7 +509,6 @@ class PythonicFrame(Frame):
 
 
 MAX_DEPTH = 8
-_PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 FUNCTION, PARAMETER = "<function=", "<parameter="
 FUNCTION_END, PARAMETER_END = "</function>", "</parameter>"
@@ -551,19 +550,12 @@ class Qwen3CoderParser(ToolParser):
             key = (yield from scan.until(">", most=MAX_NAME)).strip()
             yield from scan.expect(">")
             yield from scan.begins(LINE)
-            yield from self._member(key, before, not_texts)
+            self.arguments(f"{before}{_quoted(key)}: ")
+            yield from self._other_value() if key in not_texts else self._text_value()
             yield from scan.begins(LINE)
             yield from scan.begins(PARAMETER_END)
             self.consume()
             before = ", "
-
-    def _member(self, key: str, before: str, not_texts: Collection[str]) -> Steps[None]:
-        """Read the value of ``key``, up to its end, and pass both on behind ``before``."""
-        self.arguments(f"{before}{_quoted(key)}: ")
-        if key in not_texts:
-            yield from self._other_value()
-        else:
-            yield from self._text_value()
 
     def _text_value(self) -> Steps[None]:
         """Read a text, and pass it on as a JSON string while it arrives."""
@@ -633,7 +625,7 @@ def _value_end(scan: Scanner, begin: int) -> tuple[int, bool]:
 
 def _as_json(text: str) -> str:
     """Return ``text``, if it is JSON or one of Python's words for it, and otherwise a JSON string with it."""
-    text = _PYTHON.get(text, text)
+    text = _WORDS.get(text, text)
     try:
         msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):

@@ -131,6 +131,7 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _CODE = re.compile(r"x([0-9a-fA-F]{2})|[xu]\{([0-9a-fA-F]{1,6})\}|u([0-9a-fA-F]{4})")
+_ESCAPE = re.compile(rf"\\(?:{_CODE.pattern}|[pP]\{{[^}}]*\}}|[pP]?.)", re.DOTALL)
 _PROPERTY = re.compile(r"\\[pP](?:[LMN]|\{[LMN]\w?\})")
 """Classes of letters, marks and numbers, none of which has an escape."""
 _GROUP = re.compile(r"\((?:\?(?:(?P<flags>[a-zA-Z-]*)[:)]|P?<\w+>))?")
@@ -226,17 +227,15 @@ def _atoms(body: str, *, dot_matches_newline: bool) -> Iterator[str]:
             yield found[0]
         else:
             end = at + 1
-            yield f"(?-i:{_in_regex(_spelled(char))})" if _has_escape(char) else char
+            yield f"(?-i:{_escaped(_spelled(char))})" if _has_escape(char) else char
         at = end
 
 
 def _escape_end(body: str, at: int) -> int:
-    found = _CODE.match(body, at + 1)
-    if found is not None:
-        return found.end()
-    if body[at + 1 : at + 2] in ("p", "P"):
-        return body.find("}", at) + 1 if body[at + 2 : at + 3] == "{" else at + 3
-    return at + 2
+    """Return the end of the escape sequence that begins at ``at``."""
+    found = _ESCAPE.match(body, at)
+    assert found is not None, "a backslash is never the last character between slashes"
+    return found.end()
 
 
 def _escape(text: str) -> str:
@@ -247,7 +246,7 @@ def _escape(text: str) -> str:
     if name.isalpha() and name not in _CONTROLS and not _CODE.fullmatch(text[1:]):
         raise GrammarTextError(f"{text} in a regular expression is not possible within a text of JSON")
     char = _character(text)
-    return f"(?-i:{_in_regex(_spelled(char))})" if _has_escape(char) else text
+    return f"(?-i:{_escaped(_spelled(char))})" if _has_escape(char) else text
 
 
 def _character(text: str) -> str:
@@ -286,7 +285,7 @@ def _quoted_class(text: str) -> str:
 
 
 def _choice(plain: str, escaped: list[str]) -> str:
-    escapes = [_in_regex(_spelled(each)) for each in escaped]
+    escapes = [_escaped(_spelled(each)) for each in escaped]
     return f"(?:{plain}|(?-i:{'|'.join(escapes)}))" if escapes else f"(?:{plain})"
 
 
@@ -325,11 +324,6 @@ def _contains(text: str, char: str) -> bool:
             high, at = (_character(last) if len(last) > 1 else last), end
         found = found or low <= char <= high
     return found != negated
-
-
-def _in_regex(text: str) -> str:
-    """Return ``text`` as a part of a regular expression between slashes."""
-    return re.escape(text).replace("/", r"\/")
 
 
 def _in_class(char: str) -> str:

@@ -112,6 +112,24 @@ class Scanner:
             searched = max(0, len(self.text) - self.at - longest + 1)
             yield from self.more()
 
+    def before(self, markers: tuple[str, ...], passed: Callable[[int], None]) -> Steps[bool]:
+        """Read text up to the first of ``markers``, which is not read; return False at the end of the text. ``passed`` moves
+        :attr:`mark` to the place that it gets: the end of the text that is certain, without the whitespace before it."""
+        searched, spaces = self.at - self.mark, 0  # characters from the mark on without a marker; those known to be whitespace
+        while True:
+            begin, unknown = self.mark + searched, self.mark + spaces
+            found = min((place for marker in markers if (place := self.text.find(marker, begin)) >= 0), default=-1)
+            end = found if found >= 0 else held_for(self.text, begin, markers)
+            if (certain := before_space(self.text, unknown, end)) > unknown:
+                passed(certain)
+            if found >= 0:
+                self.at = found
+                return True
+            if self.ended:
+                return False
+            searched = spaces = end - self.mark
+            yield
+
     def string(self) -> Steps[str]:
         """Read a JSON string and return its text with the quotes."""
         begin = self.at - self.mark
@@ -275,7 +293,15 @@ def short_call_id() -> str:
 _BEGIN = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
 _MOST_BEGIN = 64
 """Characters within which the text begins. Arguments of another form are passed on as they are."""
-_HIGH = re.compile(r"\\u[dD][89abAB]")
+_PIECE = re.compile(
+    r"""[^"\\]+  # characters without an escape
+    |\\[^u]
+    |\\u(?![dD][89abAB]).{4}
+    |\\u[dD][89abAB]..(?:\\u.{4}|(?=[^\\]|\\[^u]))  # a pair of surrogates is one sequence
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+"""The next characters of a JSON string whose meaning is certain: a complete escape sequence, or others."""
 
 
 class CustomInput:
@@ -306,20 +332,10 @@ class CustomInput:
     def _decoded(self) -> str:
         """Return the text up to an escape that is not complete, or to the closing quote."""
         at, decoded = 0, []
-        while (found := _STRING_STOP.search(self._read, at)) is not None:
-            decoded.append(self._read[at : found.start()])
-            at = found.start()
-            if found[0] == '"':
-                self._ended, self._read = True, ""
-                return "".join(decoded)
-            end = _escape_end(self._read, at)
-            if end is None:
-                break
-            decoded.append(_unescaped(self._read[at:end]))
-            at = end
-        else:
-            decoded.append(self._read[at:])
-            at = len(self._read)
+        while (found := _PIECE.match(self._read, at)) is not None:
+            decoded.append(_unescaped(found[0]) if found[0].startswith("\\") else found[0])
+            at = found.end()
+        self._ended = self._read.startswith('"', at)
         self._read = self._read[at:]
         return "".join(decoded)
 
@@ -327,20 +343,6 @@ class CustomInput:
 def _may_begin(read: str) -> bool:
     """Whether ``read`` may become the beginning of the expected arguments."""
     return f'{{"{CUSTOM_INPUT}":"'.startswith("".join(read.split()))
-
-
-def _escape_end(text: str, at: int) -> int | None:
-    """Return the end of the escape sequence at ``at``; None if it is not complete. A pair of surrogates is one sequence."""
-    if text.startswith("\\u", at):
-        pair = _HIGH.match(text, at) is not None
-        if pair and len(text) > at + 6 and text[at + 6] != "\\":
-            pair = False
-        if pair and len(text) > at + 7 and text[at + 7] != "u":
-            pair = False
-        end = at + (12 if pair else 6)
-    else:
-        end = at + 2
-    return end if len(text) >= end else None
 
 
 def _unescaped(sequence: str) -> str:
@@ -472,23 +474,11 @@ class ToolParser(ABC):
 
     def _content(self) -> Steps[bool]:
         """Pass content on, without the whitespace before the next marker, and stop before the marker. Return False at the end."""
-        scan = self.scan
-        searched, spaces = scan.at - scan.mark, 0  # characters from the mark on without a marker; those known to be whitespace
-        while True:
-            begin, unknown = scan.mark + searched, scan.mark + spaces
-            found = min((place for marker in self.markers if (place := scan.text.find(marker, begin)) >= 0), default=-1)
-            end = found if found >= 0 else held_for(scan.text, begin, self.markers)
-            if (told := before_space(scan.text, unknown, end)) > unknown:
-                self.tell(told)
-            if found >= 0:
-                scan.at = found
-                return True
-            if scan.ended:
-                if not self.calls or scan.text[scan.mark :].strip():
-                    self.tell(len(scan.text))
-                return False
-            searched = spaces = end - scan.mark
-            yield
+        if (yield from self.scan.before(self.markers, self.tell)):
+            return True
+        if not self.calls or self.scan.text[self.scan.mark :].strip():
+            self.tell(len(self.scan.text))
+        return False
 
     def tell(self, end: int) -> None:
         """Pass the text from :attr:`Scanner.mark` to ``end`` on as content."""

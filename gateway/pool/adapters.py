@@ -134,11 +134,6 @@ class AdapterDirectory:
         self.missed = asyncio.Event()
         """Set when no replica has an adapter that is awaited."""
 
-    async def follow(self, replica: Replica, revision: str | None) -> None:
-        """Ask ``replica`` for its adapters, unless those of ``revision``, its present one, are known."""
-        if revision is None or revision != replica.adapters_revision:
-            await self.refresh(replica)
-
     async def refresh(self, replica: Replica) -> None:
         """Ask ``replica`` for its adapters. If it does not answer, those that it had are assumed."""
         if not replica.takes_adapters:

@@ -50,10 +50,6 @@ class Attempts:
     number: int = 0
     """Number of replicas that were chosen so far."""
 
-    def progressed(self, replica: Replica) -> None:
-        """Record an answer of ``replica`` and forget the other replicas, which may recover before ``replica`` fails."""
-        self.replicas = [replica]
-
 
 class _Tenant:
     """The waiting requests of one API key, oldest first."""
@@ -192,7 +188,7 @@ class Dispatcher:
                                     span.event("first_token")
                                 replica.health.succeeded()
                                 replica.judge(spoilt=False)
-                                attempts.progressed(replica)
+                                attempts.replicas = [replica]  # others may recover before this one fails
                             yield batch
             except GatewayError as error:
                 failure = (isinstance(error, NotANumber) and replica.judge(spoilt=True)) or error

@@ -20,6 +20,7 @@ from yardstick_llm.gateway.pool.dispatch import Dispatcher
 from yardstick_llm.gateway.pool.hedging import Hedge, size_class
 from yardstick_llm.gateway.pool.placement import affinity_of, assign, item_digests, parts_of, split
 from yardstick_llm.gateway.pool.replica import Replica, ServedModel
+from yardstick_llm.gateway.process.event_loop import end_tasks
 from yardstick_llm.gateway.schemas.common import new_id
 from yardstick_llm.gateway.text.prepared import Ids, ImageIds, PairIds
 
@@ -331,6 +332,4 @@ async def all_or_cancel(runs: list[Coroutine[None, None, None]]) -> None:
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)

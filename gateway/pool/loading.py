@@ -32,6 +32,7 @@ from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.pool.adapters import Reference
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.pool.replica import Replica
+from yardstick_llm.gateway.process.event_loop import end_tasks
 from yardstick_llm.gateway.store.base import Full, Missing, Space, Store, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -116,10 +117,7 @@ class AdapterManager:
 
     async def stop(self) -> None:
         """Stop the task and the calls that it has begun."""
-        tasks = [task for task in (self._task, *self._updates.values()) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(self._task, *self._updates.values())
 
     async def load(self, base: str, name: str, path: str, *, replace: bool) -> Outcome:
         """Load an adapter on every ready engine of ``base`` and remember it; at least one engine has it then. Raises

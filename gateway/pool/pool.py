@@ -22,6 +22,7 @@ from yardstick_llm.gateway.pool.client import REFUSED, UNANSWERED
 from yardstick_llm.gateway.pool.discovery import Endpoint, Source
 from yardstick_llm.gateway.pool.replica import Replica, ServedModel
 from yardstick_llm.gateway.presets.preset import PresetError, choose, is_fallback
+from yardstick_llm.gateway.process.event_loop import end_tasks
 from yardstick_llm.gateway.text.vocabulary import TokenizerError
 from yardstick_llm.gateway.workers.workers import Workers
 
@@ -131,10 +132,7 @@ class Pool:
 
     async def stop(self) -> None:
         """Stop the background tasks, and close idle connections."""
-        tasks = [*self._followers, *self._watchers.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*self._followers, *self._watchers.values())
         for replica in self._replicas.values():
             replica.client.close()
 
@@ -280,8 +278,8 @@ class Pool:
             logger.info("engine %s: ready with %s", replica.client.url, info.model)
         elif replica.ready and not answer.ready:
             logger.warning("engine %s: not ready", replica.client.url)
-        elif answer.ready:
-            await self.adapters.follow(replica, answer.adapters)
+        elif answer.ready and (answer.adapters is None or answer.adapters != replica.adapters_revision):
+            await self.adapters.refresh(replica)
         replica.ready = answer.ready
 
     async def _watch_silence(self) -> None:

@@ -389,10 +389,6 @@ class ServedModel:
             self.base.waiting -= 1
         return self.has_ready
 
-    def check_prompt(self, length: int, param: str, *, room: int = 0) -> None:
-        """Raise :class:`~gateway.errors.ContextExceeded` unless ``length`` prompt tokens and ``room`` more fit in the context."""
-        self.facts.check_prompt(length, param, room=room)
-
 
 def paths_of(model: ServedModel) -> str:
     """Return the paths that ``model`` serves, separated by commas."""

@@ -14,7 +14,7 @@ import ctypes
 import gc
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from yardstick_llm.gateway.ops.metrics import Telemetry
@@ -38,6 +38,14 @@ class TimeSlice:
         """Let the event loop run other tasks, and begin the next slice."""
         await asyncio.sleep(0)
         self._until = time.perf_counter() + SLICE_SECONDS
+
+
+async def end_tasks(*tasks: asyncio.Future[Any] | None) -> None:
+    """Cancel tasks, and wait until they have ended."""
+    started = [task for task in tasks if task is not None]
+    for task in started:
+        task.cancel()
+    await asyncio.gather(*started, return_exceptions=True)
 
 
 BUSY_SECONDS = 0.005

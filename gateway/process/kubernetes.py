@@ -243,8 +243,8 @@ class WatchedSecret:
         self._watcher.stop()
 
     def content(self) -> bytes | None:
-        """The content, empty once the Secret is deleted; None before it was first read, and while the API has not answered for
-        :data:`FORGET_SECONDS`."""
+        """The newest content, the same object until it changes; empty once the Secret is deleted; None before it was first read,
+        and while the API has not answered for :data:`FORGET_SECONDS`."""
         return self._content if time.monotonic() - self._seen < FORGET_SECONDS else None
 
     def _take(self, secrets: Collection[_Secret]) -> None:

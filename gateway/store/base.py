@@ -115,50 +115,38 @@ class Store(Protocol):
 
     async def cached(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return cached values. Keys have 16 bytes."""
-        ...
 
     async def cache(self, values: Mapping[bytes, bytes]) -> None:
         """Store values as far as there is room. A key always has the same value."""
-        ...
 
     async def check(self) -> None:
         """Raise :class:`Unavailable` if the store does not answer at present."""
-        ...
 
     async def create(self, space: Space, owner: str, box: str, head: bytes, *, seconds: float = 0) -> None:
         """Create a box, unless there is one. ``seconds``: time to live of its entries. Raises :class:`Full`."""
-        ...
 
     async def boxes(self, space: Space, owner: str) -> list[str]:
         """Return the names of the boxes that an owner has created, sorted."""
-        ...
 
     async def describe(self, space: Space, owner: str, box: str) -> Box:
         """Return a box without its entries."""
-        ...
 
     async def delete(self, space: Space, owner: str, box: str) -> None:
         """Delete a box and its entries."""
-        ...
 
     async def put(
         self, space: Space, owner: str, entries: Sequence[tuple[str, bytes]], *, box: str = "", epoch: str | None = None
     ) -> Written:
         """Add or replace entries. Without an ``epoch``, a missing box is created. Raises :class:`Full`."""
-        ...
 
     async def get(self, space: Space, owner: str, names: Sequence[str], *, box: str = "", most_bytes: int = READ_BYTES) -> Found:
         """Return entries as they are at a moment during the call. Reading ends with the value that exceeds ``most_bytes``."""
-        ...
 
     async def page(self, space: Space, owner: str, after: int, count: int, *, box: str = "", epoch: str | None = None) -> Page:
         """Return up to ``count`` entries of the first that changed after the version ``after``."""
-        ...
 
     async def remove(self, space: Space, owner: str, names: Sequence[str], *, box: str = "") -> int:
         """Remove entries. Return how many there were."""
-        ...
 
     def totals(self, space: str) -> Totals:
         """Return what a space holds, in Redis at the last call for it."""
-        ...

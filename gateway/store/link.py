@@ -35,6 +35,7 @@ from redis.credentials import CredentialProvider
 from redis.exceptions import NoPermissionError, NoScriptError, OutOfMemoryError, ResponseError
 
 from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.process.event_loop import end_tasks
 from yardstick_llm.gateway.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class Link:
         self._closed_at = 0.0
         self._refusal_logged = -REFUSED_LOG_SECONDS
         self._prober: asyncio.Task[None] | None = None
-        telemetry.redis_available(False)
+        telemetry.redis_up.set(0)
 
     @property
     def is_open(self) -> bool:
@@ -121,9 +122,7 @@ class Link:
 
     async def stop(self) -> None:
         """Stop probing and close the connections."""
-        if self._prober is not None:
-            self._prober.cancel()
-            await asyncio.gather(self._prober, return_exceptions=True)
+        await end_tasks(self._prober)
         try:
             await asyncio.wait_for(_close(self.client), PROBE_SECONDS)
         except Exception as error:  # the program ends in any case
@@ -167,7 +166,7 @@ class Link:
         if self._is_open or (late and self._late < LATE_IN_A_ROW):
             return
         self._is_open = True
-        self._telemetry.redis_available(False)
+        self._telemetry.redis_up.set(0)
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, TimeoutError):
             reason = "this process was too busy to read its answers in time" if late else "no answer in time"
@@ -183,7 +182,7 @@ class Link:
                 self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
             self._opened.clear()
             self._late, self._is_open, self._closed_at = 0, False, time.monotonic()
-            self._telemetry.redis_available(True)
+            self._telemetry.redis_up.set(1)
             logger.info("Redis is there")
             await self._opened.wait()
             await asyncio.sleep(self._pause)
@@ -236,22 +235,19 @@ async def _close(client: Client) -> None:
         await client.nodes_manager.aclose("startup_nodes")
 
 
-class _Packing:
-    """Packs commands with hiredis. The library's asyncio connections pack in Python, which takes twice as long for a hundred
-    arguments."""
-
-    def pack_command(self, *args: Any) -> list[bytes]:
-        """Return a command in Redis's protocol."""
-        packed: list[bytes] = HiredisRespSerializer().pack(*args)
-        return packed
+def _packed(_: Connection, *args: Any) -> list[bytes]:
+    """Return a command in Redis's protocol. The library's asyncio connections pack in Python, which takes twice as long for a
+    hundred arguments."""
+    packed: list[bytes] = HiredisRespSerializer().pack(*args)
+    return packed
 
 
-class _PackingConnection(_Packing, Connection):
-    pass
+class _PackingConnection(Connection):
+    pack_command = _packed
 
 
-class _PackingSSLConnection(_Packing, SSLConnection):
-    pass
+class _PackingSSLConnection(SSLConnection):
+    pack_command = _packed
 
 
 class _Credentials(CredentialProvider):

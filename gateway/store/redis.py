@@ -29,6 +29,7 @@ from typing import Any
 from redis.asyncio import RedisCluster
 
 from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.process.event_loop import end_tasks
 from yardstick_llm.gateway.store.base import (
     READ_BYTES,
     REMOVED_AT_ONCE,
@@ -69,7 +70,7 @@ _CACHE = Script(
 )
 
 # KEYS: totals, which names the slot. ARGV begins with the prefix of all names, the owner, the box, and the epoch that it must have
-# ('': any). `run` returns false if there is no such box. Each script returns the totals and then what `run` returns.
+# ('': any). Each script returns the totals and then what `run` returns, or nothing if there is no such box.
 #
 # A Redis without memory refuses a script whose first change may take some, and lets it go on after any other change. So what
 # removes something begins with HDEL.
@@ -141,21 +142,22 @@ local function full(bytes, entries, most_bytes, owner_bytes, most_entries)
 end
 """
 _TOTALS = """
-local found = run()
 local totals = redis.call('HMGET', prefix .. 'totals', 'boxes', 'entries', 'bytes')
 return {totals[1] or 0, totals[2] or 0, totals[3] or 0, found}
 """
 
 
-def _script(run: str) -> Script:
-    """Return a script whose function ``run`` has the body given."""
+def _script(run: str, *, creates: bool = False) -> Script:
+    """Return a script whose function ``run`` has the body given. ``creates``: it runs also if there is no such box."""
     common = _COMMON.replace("REMOVED_AT_ONCE", str(REMOVED_AT_ONCE)).strip()
-    return Script("\n".join([common, "local function run()", run.strip(), "end", _TOTALS.strip()]))
+    found = f"local found = {'run()' if creates else 'exists() and run()'}"
+    return Script("\n".join([common, "local function run()", run.strip(), "end", found, _TOTALS.strip()]))
 
 
 # ARGV: head, new epoch, time to live, and of the space: bytes of a box, most bytes, most bytes of an owner (-1: all). Returns the
 # bound that is reached: 1 is the owner's, 3 is that of all, 0 is none.
-_CREATE = _script("""
+_CREATE = _script(
+    """
     if redis.call('HEXISTS', prefix .. 'of:' .. owner, box) == 1 then
         return 0
     end
@@ -168,13 +170,12 @@ _CREATE = _script("""
     redis.call('HINCRBY', prefix .. 'totals', 'boxes', 1)
     count(owner, box, 0, tonumber(ARGV[8]), 0)
     return 0
-""")
+""",
+    creates=True,
+)
 
 # ARGV: bytes of an entry. Returns head, epoch, version, bytes, bytes of values, number of entries.
 _DESCRIBE = _script("""
-    if not exists() then
-        return false
-    end
     purge(owner, box, tonumber(ARGV[5]))
     local found = redis.call('HMGET', at(owner, box, 'box'), 'head', 'epoch', 'version', 'bytes', 'value_bytes')
     found[6] = redis.call('HLEN', at(owner, box, 'entries'))
@@ -182,9 +183,6 @@ _DESCRIBE = _script("""
 """)
 
 _DELETE = _script("""
-    if not exists() then
-        return false
-    end
     redis.call('HDEL', prefix .. 'of:' .. owner, box)  -- first, because it takes no memory
     local bytes = tonumber(redis.call('HGET', at(owner, box, 'box'), 'bytes'))
     count(owner, box, -redis.call('HLEN', at(owner, box, 'entries')), -bytes, 0)
@@ -252,14 +250,12 @@ _PUT = _script(
         redis.call('ZADD', prefix .. 'ends', text(now + ttl), owner .. ':' .. box)
     end
     return {full_of, stored, added, changed, redis.call('HGET', at(owner, box, 'box'), 'version')}
-""".replace("REMOVED", str(REMOVED_AT_ONCE))
+""".replace("REMOVED", str(REMOVED_AT_ONCE)),
+    creates=True,
 )
 
 # ARGV: bytes after which no more is read, names. Returns head, epoch, and the values of the first names.
 _GET = _script("""
-    if not exists() then
-        return false
-    end
     local before, values, size = expired_before(owner, box), {}, 0
     for place = 6, #ARGV do
         local value = redis.call('HGET', at(owner, box, 'entries'), ARGV[place])
@@ -278,9 +274,6 @@ _GET = _script("""
 
 # ARGV: bytes after which no more is read, version, most entries. Returns names, versions and values of entries after the version.
 _PAGE = _script("""
-    if not exists() then
-        return false
-    end
     local after = math.max(tonumber(ARGV[6]), expired_before(owner, box))
     local log = redis.call('ZRANGEBYSCORE', at(owner, box, 'log'), '(' .. text(after), '+inf', 'WITHSCORES', 'LIMIT', 0, ARGV[7])
     local names, versions, values, size = {}, {}, {}, 0
@@ -297,9 +290,6 @@ _PAGE = _script("""
 
 # ARGV: bytes of an entry, names. Returns how many there were.
 _REMOVE = _script("""
-    if not exists() then
-        return false
-    end
     purge(owner, box, tonumber(ARGV[5]))
     local removed = 0
     for place = 6, #ARGV do
@@ -330,9 +320,7 @@ class RedisStore:
 
     async def stop(self) -> None:
         """Stop the background task and write the queued values."""
-        if self._writer is not None:
-            self._writer.cancel()
-            await asyncio.gather(self._writer, return_exceptions=True)
+        await end_tasks(self._writer)
         while self._queue:
             await self._write()
 

@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import BinaryIO, Literal, Protocol, cast
+from typing import BinaryIO, Literal, cast
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -29,6 +29,7 @@ import msgspec
 from yardstick_llm.engine.wire import TokenizerFiles
 from yardstick_llm.gateway.errors import Overloaded
 from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.process.event_loop import end_tasks
 from yardstick_llm.gateway.text.vocabulary import TokenizerError, Vocabulary, VocabularyTable
 from yardstick_llm.gateway.workers.messages import (
     HEADER,
@@ -93,9 +94,7 @@ class Channel(asyncio.Protocol):
         self._handle: int | None = None
         self._transport: asyncio.Transport
         self._buffer = bytearray()
-        self._wanted = HEADER.size
-        self._in_header = True
-        self._answer: asyncio.Future[bytearray | memoryview] | None = None
+        self._answer: asyncio.Future[memoryview] | None = None
         self._lost: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         """Number of the signal that ended the process."""
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -199,28 +198,16 @@ class Channel(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's class does not inherit from it
 
     def data_received(self, data: bytes) -> None:
-        """Collect an answer and deliver it when it is complete. A bytearray grows in place; to join parts at the end takes a
-        millisecond for each megabyte."""
-        if not self._buffer and self._in_header and len(data) > HEADER.size:
-            size, _body, last = HEADER.unpack_from(data)
-            if len(data) == HEADER.size + size:  # one answer, as nearly always
-                self.retiring |= last
-                self._deliver(memoryview(data)[HEADER.size :])
-                return
+        """Collect an answer and deliver it when it is complete. A worker has one job at a time, so nothing follows an answer. A
+        bytearray grows in place; to join parts at the end takes a millisecond for each megabyte."""
         self._buffer += data
-        while len(self._buffer) >= self._wanted:
-            part, self._buffer = self._buffer, self._buffer[self._wanted :]
-            if len(part) > self._wanted:
-                del part[self._wanted :]
-            if self._in_header:
-                self._wanted, _body, last = HEADER.unpack(part)
-                self.retiring |= last
-            else:
-                self._wanted = HEADER.size
-                self._deliver(part)
-            self._in_header = not self._in_header
-
-    def _deliver(self, answer: bytearray | memoryview) -> None:
+        if len(self._buffer) < HEADER.size:
+            return
+        size, _body, last = HEADER.unpack_from(self._buffer)
+        if len(self._buffer) < HEADER.size + size:
+            return
+        answer, self._buffer = memoryview(self._buffer)[HEADER.size :], bytearray()
+        self.retiring |= last
         self.answered += 1
         waiting, self._answer = self._answer, None
         if waiting is not None and not waiting.done():
@@ -262,18 +249,6 @@ async def connect(generation: int, closed: Callable[[Channel], None]) -> tuple[C
     return channel, theirs
 
 
-class Process(Protocol):
-    """The part of :class:`subprocess.Popen` that is used here."""
-
-    pid: int
-
-    def kill(self) -> None:
-        """End the process."""
-
-    def wait(self) -> int:
-        """Wait until the process has ended."""
-
-
 class ForksLostError(Exception):
     """The fork server ended while it carried out an order."""
 
@@ -284,7 +259,7 @@ class Forks(asyncio.Protocol):
     _transport: asyncio.BaseTransport
     _collected: asyncio.Future[int]
 
-    def __init__(self, process: Process, control: socket.socket, ended: Callable[[int, int], None]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, ended: Callable[[int, int], None]) -> None:
         """``ended``: called with process id and signal when a worker has ended."""
         self._process = process
         self._socket = control
@@ -367,7 +342,7 @@ class Forks(asyncio.Protocol):
         self.lost.set_result(None)
 
 
-def start_fork_server(control: socket.socket) -> Process:
+def start_fork_server(control: socket.socket) -> subprocess.Popen[bytes]:
     """Start a fork server that serves ``control``."""
     path = os.pathsep.join(place for place in sys.path if place)
     return subprocess.Popen(  # noqa: S603 - runs at start and after a crash; takes 1 to 2 ms
@@ -424,9 +399,7 @@ class Workers:
     async def stop(self) -> None:
         """End all processes."""
         self._files = {}  # a worker that ends from here on is not replaced
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         channels = list(self._open)
         for channel in channels:
             channel.kill()

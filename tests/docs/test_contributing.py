@@ -23,8 +23,8 @@ def test_the_endpoint_of_the_exercise(monkeypatch: pytest.MonkeyPatch) -> None:
     exec(endpoint, module.__dict__)
     usual = app._v1
 
-    def with_toy(settings: Any, telemetry: Any, workers: Any, stores: Any, fleet: Any, *others: Any) -> list[Any]:
-        return [*usual(settings, telemetry, workers, stores, fleet, *others), module.toy_route(fleet.pool)]
+    def with_toy(settings: Any, telemetry: Any, workers: Any, stores: Any, pool: Any, *others: Any) -> list[Any]:
+        return [*usual(settings, telemetry, workers, stores, pool, *others), module.toy_route(pool)]
 
     monkeypatch.setattr(app, "_v1", with_toy)
     names: dict[str, Any] = {}

@@ -14,6 +14,7 @@ import torch
 from tests.checkpoints import make_checkpoint
 from tests.engine.models.published_files import write_quantised
 from tests.processes import Pod, alive, wait_until
+from tests.processor import INT8
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.models.config import load_config
@@ -21,7 +22,6 @@ from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.loader import fingerprint
 from yardstick_llm.engine.runner.distributed.shard import ShardedDecoder, Workers, load_part, part_of
 from yardstick_llm.engine.settings import EngineSettings
-from yardstick_llm.kernels.int8 import instructions
 
 SCORE = wire.Score("s", list(range(3, 80)), [[7, 8, 9], [10], list(range(20, 60)), [7, 8, 30]], wire.Labels([1, 5, 2]))
 GREEDY = wire.Sampling(max_tokens=12, temperature=0, ignore_eos=True, n=2)
@@ -147,7 +147,7 @@ def test_two_processes_give_the_numbers_of_one_and_end_together(
     "codes",
     [
         {"quantize": "fp8"},
-        pytest.param({"quantize": "int8"}, marks=pytest.mark.skipif(not instructions(), reason="no VNNI")),
+        INT8,
         {"kv_dtype": "fp8"},
     ],
     ids=str,

@@ -30,6 +30,7 @@ from tests.encoders import (
 )
 from tests.engine.parity import assert_equal_rows, some_tokens
 from tests.engine.test_loop import run
+from tests.processor import INT8, multiplies_bytes
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop import build_whole
 from yardstick_llm.engine.loop.build import build_loop
@@ -171,7 +172,7 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, bool]]]
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("settings", [{}, {"quantize": "int8"}], ids=["float32", "int8"])
+@pytest.mark.parametrize("settings", [pytest.param({}, id="float32"), INT8])
 @pytest.mark.parametrize(
     ("family", "in_one_call"),
     [
@@ -223,7 +224,7 @@ def test_threads_divide_a_step(
         assert_equal_rows(found[2, name], found[1, name], 1e-5)
 
 
-@pytest.mark.parametrize("settings", [{}, {"quantize": "int8"}], ids=["float32", "int8"])
+@pytest.mark.parametrize("settings", [pytest.param({}, id="float32"), INT8])
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
 def test_pieces_of_a_step(tmp_path: Path, family: str, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     """A step has the same numbers, however many of its sequences are projected before they attend."""
@@ -322,7 +323,7 @@ def test_a_thread_that_fails_ends_the_step(
     assert divided == [(2, True)] * 2
 
 
-@pytest.mark.parametrize("settings", [{}, {"quantize": "int8"}], ids=["float32", "int8"])
+@pytest.mark.parametrize("settings", [pytest.param({}, id="float32"), INT8])
 @pytest.mark.parametrize("family", ["bert", "nomic", "gte", "modernbert", "mpnet", "deberta"])
 def test_layers_in_one_call_are_their_operations(
     tmp_path: Path, family: str, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
@@ -432,10 +433,8 @@ def jina_hidden(stored: dict[str, Tensor], tokens: list[int], heads: int, slopes
     return x
 
 
-@pytest.mark.parametrize("settings", [{}, {"quantize": "int8"}, {"threads": 2}], ids=["float32", "int8", "threads"])
+@pytest.mark.parametrize("settings", [pytest.param({}, id="float32"), INT8, pytest.param({"threads": 2}, id="threads")])
 def test_jina_of_code_equals_its_formulas(tmp_path: Path, settings: dict[str, Any]) -> None:
-    if "quantize" in settings and instructions() is None:
-        pytest.skip("the processor does not multiply bytes")
     stored, sent = make_jina_code(tmp_path), [*texts(), some_tokens(random.Random(3), 500, 500)]
     (scored,) = run(build(tmp_path, **settings), wire.Score("s", [], sent, wire.Embedding(normalize=False)))
     hidden = [jina_hidden(stored, tokens, 4, [1 / 4, 1 / 16, 1 / 64, 1 / 256], code=True) for tokens in sent]
@@ -479,7 +478,7 @@ def test_tasks_of_jina_embeddings_v3(tmp_path: Path) -> None:
     plain = [[first, *tokens[1:]] for tokens in sent]
     expected = [hidden_of(models[place % 4], tokens).mean(0) for place, tokens in enumerate(plain)]
     assert_equal_rows(scored.rows, [vector.tolist() for vector in expected], 1e-4)
-    for settings in ({"quantize": "int8", "threads": 2}, {"dtype": "bfloat16"}):
+    for settings in ({"dtype": "bfloat16"}, *([{"quantize": "int8", "threads": 2}] if instructions() is not None else [])):
         (coded,) = run(build(published, **settings), wire.Score("s", [], sent, wire.Embedding(normalize=False)))
         assert torch.cosine_similarity(torch.tensor(coded.rows), torch.stack(expected)).min() > 0.99
 
@@ -797,7 +796,7 @@ def test_faulty_pickles(tmp_path: Path, content: object, message: str) -> None:
         build(directory)
 
 
-@pytest.mark.parametrize("settings", [{"quantize": "int8"}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("settings", [INT8, pytest.param({"dtype": "bfloat16"}, id="bfloat16")])
 @pytest.mark.parametrize("family", ["bert", "modernbert", "deberta", "albert"])
 def test_formats_change_little(tmp_path: Path, family: str, settings: dict[str, str]) -> None:
     directory, sent = make_encoder(tmp_path, family), texts()
@@ -979,7 +978,10 @@ def test_a_model_in_a_folder_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("folder", "name"), [("0_StaticEmbedding", "embedding.weight"), (".", "embeddings")])
-@pytest.mark.parametrize("settings", [{}, {"quantize": "int8", "threads": 2}], ids=["float32", "int8"])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param({}, id="float32"), pytest.param({"quantize": "int8", "threads": 2}, marks=multiplies_bytes, id="int8")],
+)
 def test_static_embeddings(tmp_path: Path, folder: str, name: str, settings: dict[str, object]) -> None:
     """The mean of a text's rows in a table, as sentence-transformers (static-retrieval-mrl-en-v1) and model2vec (potion) do."""
     table, sent = torch.randn(320, 48, generator=torch.Generator().manual_seed(3)), texts()

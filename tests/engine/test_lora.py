@@ -16,13 +16,13 @@ from tests.checkpoints import make_checkpoint
 from tests.engine.adapters import ATTENTION, merge, write_adapter
 from tests.engine.parity import some_tokens
 from tests.engine.test_loop import run, tokens_of
+from tests.processor import multiplies_bytes
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.settings import EngineSettings
 from yardstick_llm.kernels import lora, lora_gate, lora_rope
-from yardstick_llm.kernels.int8 import instructions
 
 LABELS = [5, 17, 300]
 KINDS: list[dict[str, Any]] = [
@@ -264,9 +264,8 @@ def test_a_head_of_an_adapter_classifies(model: Model, tmp_path: Path) -> None:
     assert "cannot score" in refused.message
 
 
+@multiplies_bytes
 def test_the_int8_base_takes_adapters(model: Model) -> None:
-    if instructions() is None:
-        pytest.skip("the processor has no 8-bit products")
     loop, prompt = build(model, quantize="int8"), list(range(10, 40))
     rows = [run(loop, wire.Score("s", prompt, [[3]], wire.Labels(LABELS), adapter=digest))[0].rows for digest in digests(loop)]
     for row, merged in zip(rows, model.merged, strict=True):

@@ -198,7 +198,8 @@ def sampling() -> dict[str, Launch]:
 
 
 def products() -> dict[str, Launch]:
-    """The fused ones load through tensor descriptors. That of codes with norm and rope spills some registers once a tile."""
+    """The fused ones load through tensor descriptors. Those of codes, or to codes, with norm and rope spill some registers once a
+    tile."""
     from yardstick_llm.kernels.block_scaled import block_scaled_linear_triton
     from yardstick_llm.kernels.counted_linear import counted_linear_triton
     from yardstick_llm.kernels.grouped_experts import grouped_linear_triton, grouped_scaled_linear_triton
@@ -213,12 +214,14 @@ def products() -> dict[str, Launch]:
         operands = (x.to(FP8), torch.empty(rows, 1)), (weight.to(FP8), torch.empty(128, 1536, 1))
         return grouped_scaled_linear_triton(*operands, chosen, BF16)
 
-    def rope(heads: int, kv_heads: int, head_dim: int, *, normed: bool, coded: bool = False) -> Tensor:
+    def rope(heads: int, kv_heads: int, head_dim: int, *, normed: bool, coded: bool = False, kept: torch.dtype = BF16) -> Tensor:
         columns = (heads + 2 * kv_heads) * head_dim
         x, weight = (bf16(rows, 1024).to(FP8 if coded else BF16) for rows in (2048, columns))
         norm = bf16(head_dim) if normed else None
-        angles, cache, bias = torch.empty(2048, head_dim // 2), bf16(4096, kv_heads, head_dim), None if normed else bf16(columns)
+        angles, bias = torch.empty(2048, head_dim // 2), None if normed else bf16(columns)
+        cache = bf16(4096, kv_heads, head_dim).to(kept)
         scales = {"x_scales": torch.empty(2048, 1), "weight_scales": torch.empty(columns, 1)} if coded else {}
+        scales |= {"scales": torch.empty(2, kv_heads)} if kept == FP8 else {}
         return linear_qk_norm_rope_triton(x, weight, bias, norm, norm, 1e-6, angles, angles, cache, cache, longs(2048), **scales)
 
     def gated(rows: int) -> Tensor:
@@ -257,6 +260,8 @@ def products() -> dict[str, Launch]:
         "product, norm and rope": Launch(lambda: rope(16, 8, 128, normed=True), fused),
         "product and rope of 64": Launch(lambda: rope(14, 2, 64, normed=False), fused),
         "product of codes, norm and rope": Launch(lambda: rope(16, 8, 128, normed=True, coded=True), fused, 128),
+        "product, norm and rope to codes": Launch(lambda: rope(16, 8, 128, normed=True, kept=FP8), fused, 256),
+        "product of codes, norm and rope to codes": Launch(lambda: rope(16, 8, 128, normed=True, coded=True, kept=FP8), fused, 320),
     }
 
 

@@ -7,12 +7,13 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.processor import multiplies_bytes
 from yardstick_llm.engine.models.encoder import FUNCTIONS
 from yardstick_llm.kernels import int8
 from yardstick_llm.kernels.runtime import loops
 from yardstick_llm.kernels.weight_only import dense
 
-pytestmark = pytest.mark.skipif(int8.instructions() is None, reason="the processor does not multiply bytes")
+pytestmark = multiplies_bytes
 
 SHAPES = [(512, 1024), (40, 72), (33, 17), (1536, 512)]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processor import packs_bfloat16
 from yardstick_llm import kernels
 from yardstick_llm.kernels.label_logprobs import label_logprobs
 from yardstick_llm.kernels.linear import MKL, ONEDNN, linear, pack, packed_gelu, packed_linear
@@ -87,6 +88,7 @@ def test_packed_linear(shape: tuple[int, int], biased: bool, name: str) -> None:
             torch.testing.assert_close(packed_gelu(x, packed, bias, tanh=tanh).double(), gelu, atol=1e-5, rtol=1e-5)
 
 
+@packs_bfloat16
 @pytest.mark.parametrize("rows", [0, 1, 33, 500])
 @pytest.mark.parametrize("biased", [True, False])
 def test_packed_linear_in_bfloat16(rows: int, biased: bool) -> None:

@@ -18,11 +18,13 @@ from benchmarks.engine import accuracy, peer_gguf, peers
 from benchmarks.engine.accuracy import QUICK, Format, demo_material
 from benchmarks.engine.decode import DRAFTS, IMAGES, LOGPROBS, measure, requests
 from benchmarks.engine.engines import Engine, Transformers
+from benchmarks.engine.online import growth
 from benchmarks.engine.records import Store
 from benchmarks.engine.subject import SHAPES, SMALL, TINY, Subject, Workload, random_decoder, subject
 from benchmarks.engine.writing import Pair, Writing
 from tests.checkpoints import make_checkpoint
 from tests.gguf_files import SHAPE, write_gguf
+from tests.processor import multiplies_bytes
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.demo import MODELS
 from yardstick_llm.engine.models.decoder import Decoder
@@ -162,6 +164,23 @@ def test_every_setting_writes_all_texts(engine: Engine, name: str) -> None:
     assert 9 < found["steady_context"] < 19
 
 
+def test_no_setting_finds_the_prompts_of_another_in_the_prefix_cache(engine: Engine) -> None:
+    """It would compute less, and its rate would not compare."""
+    computed = []
+    for place, name in enumerate(LOGPROBS):
+        before = engine.loop.stats.computed_tokens
+        measure(engine, Writing(3, 40, 4), 1, LOGPROBS[name], seed=100 + place)
+        computed.append(engine.loop.stats.computed_tokens - before)
+    assert len({*computed}) == 1
+
+
+def test_latency_grows_where_more_is_offered_than_is_answered() -> None:
+    steady, late = [0.01, 0.02] * 8, [0.01 * place for place in range(16)]
+    assert growth(steady) == 0
+    assert growth(late) == pytest.approx(0.12)
+    assert growth([0.5]) == growth([]) == 0
+
+
 @pytest.mark.slow
 def test_the_command_continues_where_it_was_cut(tmp_path: Path, in_this_process: None, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--shape tiny --requests 3 --prompt 5 --output 8 --slots 1024 --max-batched-tokens 32"
@@ -259,7 +278,7 @@ def test_runtimes_that_are_missing_are_left_out_by_name(tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(instructions() is None, reason="the processor does not multiply bytes")
+@multiplies_bytes
 def test_codes_of_a_gguf_file_are_nearer_than_codes_made_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_gguf(make_checkpoint(tmp_path / "model", "llama", **SHAPE), tmp_path / "small.gguf", "Q4_1")
     assert peer_gguf.main([str(tmp_path / "small.gguf"), "--rounds", "1"]) == 0

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import tarfile
 from argparse import ArgumentParser, Namespace
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ import torch
 from benchmarks.__main__ import main
 from benchmarks.engine.gpu import LIMIT_SECONDS, NO_TIME_LEFT, RUNS, WELL, Part, archived, parts, run_part, run_parts
 from tests.processes import wait_until
-from tests.shards import ENGINES, FAILED, TESTS, run, shards
+from tests.shards import BEGUN, ENGINES, FAILED, TESTS, run, shards
 
 
 class Clock:
@@ -55,6 +58,32 @@ def test_a_run_names_what_it_did_not_reach(tmp_path: Path, name: str) -> None:
     assert sorted(begun) == sorted(left)
     assert json.loads((tmp_path / "summary.json").read_text())["not_reached"] == []
     assert clock.now <= 12 * 60 - 90
+
+
+def test_the_last_part_that_is_left_may_take_all_the_time_that_is_left(tmp_path: Path) -> None:
+    """In the first call, and in one that continues, where it is another part."""
+    clock, todo, given = Clock(), [Part(name, [], 60) for name in ("first", "middle", "last")], list[tuple[str, float]]()
+
+    def start(part: Part, log: Path, seconds: float, again: bool) -> str:
+        given.append((part.name, seconds))
+        clock.now += 50
+        return WELL if part.name == "last" else "incomplete"
+
+    run_parts(todo, tmp_path, 480, clock=clock, start=start)
+    assert given == [("first", 60), ("middle", 60), ("last", 380)]
+    given.clear()
+    run_parts(todo, tmp_path, 480, resume=True, clock=clock, start=start)
+    assert given == [("first", 60), ("middle", 430)]
+
+
+def test_tests_on_a_gpu_compile_no_loops_for_a_cpu() -> None:
+    """The plugin of their processes hides numba, which the host may have."""
+    program = "import torch; torch.cuda.is_available = lambda: True; import tests.shards; from yardstick_llm.kernels import runtime"
+    for hidden in (False, True):
+        variables = {**os.environ, "TRITON_INTERPRET": "0"} | ({BEGUN: os.devnull} if hidden else {})
+        command = [sys.executable, "-c", f"{program}; print(runtime.HAS_LOOPS)"]
+        said = subprocess.run(command, env=variables, cwd=TESTS.parent, capture_output=True, text=True, check=True).stdout
+        assert said == f"{find_spec('numba') is not None and not hidden}\n"
 
 
 def test_run_a_has_the_tests_of_every_kernel_on_the_device(tmp_path: Path) -> None:

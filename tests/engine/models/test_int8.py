@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.checkpoints import TRAINED, make_checkpoint
 from tests.engine.models.test_decoder import own_logits, some_tokens
+from tests.processor import bfloat16, multiplies_bytes
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.models.config import load_config
@@ -22,12 +23,9 @@ from yardstick_llm.engine.models.loader import load_model
 from yardstick_llm.engine.models.modules import GroupedLinear, Linear
 from yardstick_llm.engine.settings import EngineSettings
 from yardstick_llm.kernels.int8 import Panels, instructions, pack, quantize_rows
-from yardstick_llm.kernels.linear import multiplies_bfloat16
 
 BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen2": {}, "qwen3": {"tie_word_embeddings": True}}
 CPU = torch.device("cpu")
-bfloat16 = pytest.mark.skipif(not multiplies_bfloat16(), reason="the processor does not multiply bfloat16")
-able = pytest.mark.skipif(instructions() is None, reason="the processor does not multiply bytes")
 
 
 @pytest.fixture(scope="module", params=[*TRAINED, "gemma2", "olmo2"])
@@ -46,7 +44,7 @@ def rounded(x: Tensor) -> Tensor:
     return (codes.view(torch.int8).float() if isinstance(like, Panels) else codes.float() - 128) * scales
 
 
-@able
+@multiplies_bytes
 def test_every_projection_multiplies_rounded_operands(model: Path) -> None:
     """Each is given the same input as its own: through several layers, a code that rounds to the other side changes many others."""
     decoder, plain = load_model(model, quantize="int8"), load_model(model)
@@ -74,7 +72,7 @@ def test_every_projection_multiplies_rounded_operands(model: Path) -> None:
         assert 0.001 < (found - exact).norm() / exact.norm() < 0.1
 
 
-@able
+@multiplies_bytes
 @pytest.mark.parametrize("family", ["qwen2_moe", "mixtral"])
 def test_experts_multiply_rounded_operands(tmp_path: Path, family: str) -> None:
     """And the shared expert of Qwen2-MoE."""
@@ -102,7 +100,7 @@ def test_experts_multiply_rounded_operands(tmp_path: Path, family: str) -> None:
     assert 0.001 < (found - exact).norm() / exact.norm() < 0.2
 
 
-@able
+@multiplies_bytes
 @bfloat16
 def test_bfloat16_around_the_products_adds_little_to_the_error_of_int8(model: Path) -> None:
     exact = logits(load_model(model))
@@ -139,7 +137,7 @@ def test_sums_that_could_overflow_are_refused(qwen3: Path) -> None:
 
 
 @pytest.mark.slow
-@able
+@multiplies_bytes
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=bfloat16)])
 def test_the_engine_serves_it_and_a_score_does_not_depend_on_the_other_items(qwen3: Path, dtype: str) -> None:
     prefix, items, labels = list(range(3, 80)), [[7, 8, 9], [10], list(range(20, 60)), [5, 6, 7, 8]], [1, 5, 2]

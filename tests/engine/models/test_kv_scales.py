@@ -13,6 +13,7 @@ from tests.checkpoints import make_checkpoint
 from tests.engine.parity import make_loop, some_tokens
 from tests.engine.test_item_scores import answer, message
 from tests.engine.test_loop import run
+from tests.processor import multiplies_bytes
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer, FusedAttend, Heads
 from yardstick_llm.engine.models.files import ModelError
@@ -20,7 +21,6 @@ from yardstick_llm.engine.models.formats.quantization import arithmetic_of, chec
 from yardstick_llm.engine.models.loader import load_model
 from yardstick_llm.engine.runner import machine as capacity
 from yardstick_llm.engine.runner.machine import default_slots
-from yardstick_llm.kernels.int8 import instructions
 from yardstick_llm.kernels.quantize import FP8
 
 GPU = torch.device("cuda", 0)
@@ -70,10 +70,8 @@ def test_no_key_or_value_exceeds_its_bound(tmp_path: Path, family: str, override
     assert torch.equal(scales, 2 ** scales.log2().round())
 
 
-@pytest.mark.parametrize("quantize", ["fp8", "int8"])
+@pytest.mark.parametrize("quantize", ["fp8", pytest.param("int8", marks=multiplies_bytes)])
 def test_quantised_models_have_the_same_scales(tmp_path: Path, quantize: str) -> None:
-    if quantize == "int8" and instructions() is None:
-        pytest.skip("no int8")
     model = make_checkpoint(tmp_path, "qwen3")
     assert torch.equal(kv_scales(load_model(model, quantize=quantize)), kv_scales(load_model(model)))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.checkpoints import TRAINED, make_checkpoint
 from tests.engine.models.test_decoder import own_logits, some_tokens
+from tests.processor import packs_bfloat16
 from yardstick_llm.engine.models.decoder import Decoder
 from yardstick_llm.engine.models.formats.quantization import format_of
 from yardstick_llm.engine.models.loader import load_model
@@ -51,6 +52,7 @@ def test_the_numbers_are_those_of_plain_weights(model: Path, library: str) -> No
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="packed on x86-64 only")
+@packs_bfloat16
 def test_bfloat16(model: Path) -> None:
     decoder, plain = (load_model(model, torch.bfloat16, quantize=form) for form in ("packed", None))
     weight = decoder.layers[2].get_submodule("attention.o_proj").weight

@@ -17,6 +17,7 @@ from torch import Tensor
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine.models.causal import causal_of
 from tests.engine.models.published_files import FORMATS, QUANTISED, write_quantised
+from tests.processor import bfloat16, multiplies_bytes
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.models.config import load_config
@@ -244,8 +245,8 @@ EXECUTED = [
     ("gptq asymmetric ordered", torch.float32, GPU, WeightOnlyLinear, 1e-4),
     ("gptq asymmetric ordered", torch.bfloat16, GPU, WeightOnlyLinear, 3e-2),
     ("nvfp4", torch.bfloat16, GPU, WeightOnlyLinear, 3e-2),
-    ("w8a8", torch.float32, CPU, Int8Linear, 3e-2),
-    ("w8a8 tensor", torch.bfloat16, CPU, Int8Linear, 4e-2),
+    pytest.param("w8a8", torch.float32, CPU, Int8Linear, 3e-2, marks=multiplies_bytes),
+    pytest.param("w8a8 tensor", torch.bfloat16, CPU, Int8Linear, 4e-2, marks=[multiplies_bytes, bfloat16]),
     ("w8a8", torch.float32, GPU, WeightOnlyLinear, 1e-4),
     ("bitsandbytes int8", torch.float32, GPU, WeightOnlyLinear, 1e-4),
     ("fp8 channel", torch.bfloat16, GPU, QuantizingLinear, 0.1),
@@ -339,11 +340,10 @@ def test_experts_execute_codes(
     assert (found - exact).norm() < tolerance * exact.norm()
 
 
-able = pytest.mark.skipif(instructions() is None, reason="the processor does not multiply bytes")
-
-
 @pytest.mark.parametrize("family", ["glm4", "ernie4_5"])
-@pytest.mark.parametrize("form", [None, "stored", pytest.param(stored.IN_INT8, marks=able), pytest.param("int8", marks=able)])
+@pytest.mark.parametrize(
+    "form", [None, "stored", pytest.param(stored.IN_INT8, marks=multiplies_bytes), pytest.param("int8", marks=multiplies_bytes)]
+)
 def test_pairs_that_are_reordered(tmp_path: Path, family: str, form: str | None) -> None:
     """Their projection is made dense, whatever the format of the others."""
     source = make_checkpoint(tmp_path / "source", family, hidden_size=128, intermediate_size=128, head_dim=32)
@@ -354,7 +354,7 @@ def test_pairs_that_are_reordered(tmp_path: Path, family: str, form: str | None)
     assert (found - exact).norm() < (1e-4 if form in (None, "stored") else 0.1) * exact.norm()
 
 
-@able
+@multiplies_bytes
 def test_experts_in_int8_are_converted(tmp_path: Path) -> None:
     """Projections of attention take the codes of the file beside them."""
     source = make_checkpoint(tmp_path / "source", "mixtral", hidden_size=128, intermediate_size=128)
@@ -365,7 +365,7 @@ def test_experts_in_int8_are_converted(tmp_path: Path) -> None:
     assert (found - exact).norm() < 0.2 * exact.norm()
 
 
-@able
+@multiplies_bytes
 @pytest.mark.parametrize(
     ("name", "group", "bits"),
     [

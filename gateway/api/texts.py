@@ -88,8 +88,11 @@ def class_names(fitted: Fitted, model: ServedModel) -> Sequence[str]:
 
 
 def probabilities(fitted: Fitted, row: Row, info: wire.Info, *, raw: bool) -> list[float]:
-    """Return the probability of each class of a head, or of each label of a guard model. With ``raw``, and of a head for one class,
-    a regression or no activation: the number before the activation (of labels with categories, their log-probability)."""
+    """Return the probability of each class of a head, or of each label of a guard model.
+
+    With ``raw``, return the numbers before the activation instead; for labels with categories, these are log-probabilities. A head
+    with one class, a regression, and a head without an activation always return them.
+    """
     if not isinstance(fitted.readout, wire.Classes):
         logits = fitted.label_logits(row)
         return logits if raw else softmax(logits)

@@ -13,9 +13,9 @@ from litestar.params import JSONBody
 
 from yardstick_llm.gateway.api.access import Quotas
 from yardstick_llm.gateway.api.answers import JsonResponse
-from yardstick_llm.gateway.api.openapi import Body
 from yardstick_llm.gateway.api.reader import post_json
 from yardstick_llm.gateway.errors import BodyTooLarge, ModelNotFound, NotPermitted
+from yardstick_llm.gateway.http.body import Body
 from yardstick_llm.gateway.http.context import AnyRequest, RequestContext
 from yardstick_llm.gateway.pool.adapters import Reference
 from yardstick_llm.gateway.pool.loading import AdapterManager, Outcome

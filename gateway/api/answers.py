@@ -80,15 +80,15 @@ class StreamHandle:
     """The response's connection; None before its beginning and after its end."""
 
 
-class _SentHere(Response[C]):
-    """A response that is the ASGI application that sends it."""
+class _OwnApp(Response[C]):
+    """A response that sends itself: it is its own ASGI application."""
 
     def to_asgi_response(self, *_: Any, **__: Any) -> Any:
         """Return what the framework calls to send the response."""
         return self
 
 
-class EventStream(_SentHere[Any]):
+class EventStream(_OwnApp[Any]):
     """A response of server-sent events."""
 
     def __init__(
@@ -99,9 +99,9 @@ class EventStream(_SentHere[Any]):
         failure: Callable[[GatewayError], bytes] | None = None,
         handle: StreamHandle | None = None,
     ) -> None:
-        """What ``events`` raises before the beginning is raised where the response is sent. ``events`` is closed when the response
-        ends, in every case. ``failure``: returns the last event of a stream that breaks off; None: the error's body. ``handle``:
-        lets events be written past ``events``."""
+        """``events``: the iterator of encoded events. Before the first one, its exceptions reach the caller of the response. It is
+        always closed when the response ends. ``failure``: returns the last event of a stream that breaks off; by default, that is
+        the error's body. ``handle``: writes events without the iterator."""
         self.headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
         self._events = events
         self._context = RequestContext.of(request)
@@ -224,7 +224,7 @@ PART_BYTES = 1 << 16
 """Bytes of a large response after which a new part begins; each part is sent separately."""
 
 
-class JsonParts(_SentHere[C]):
+class JsonParts(_OwnApp[C]):
     """A response with JSON in parts, which are sent one after another.
 
     It takes a fifth of the function calls of the framework's own response. The framework's stream waits for the client to leave

@@ -23,10 +23,10 @@ from yardstick_llm.engine import wire
 from yardstick_llm.gateway.api.access import caller_of, priority_of, requested_model
 from yardstick_llm.gateway.api.answers import DONE, EventStream, event_with_rows, sse, while_connected, with_rows
 from yardstick_llm.gateway.api.catalogues import Catalogues, Spec, State, check_text, owner_of
-from yardstick_llm.gateway.api.openapi import Body
 from yardstick_llm.gateway.api.reader import INLINE_BYTES, Reading
 from yardstick_llm.gateway.api.scoring import LabelForm, ScoreAnswer, Scoring, check_score, fitted_of, per_event
 from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.http.body import Body
 from yardstick_llm.gateway.http.context import AnyRequest, CachePolicy, RequestContext
 from yardstick_llm.gateway.limits.limiter import Lease
 from yardstick_llm.gateway.pool.fanout import Prompts

@@ -20,7 +20,7 @@ from litestar.params import FromPath, FromQuery, JSONBody
 
 from yardstick_llm.gateway.api.access import Quotas, requested_model
 from yardstick_llm.gateway.api.answers import JsonResponse
-from yardstick_llm.gateway.api.openapi import READ_ERRORS, WRITE_ERRORS, ApiOperation, Body
+from yardstick_llm.gateway.api.openapi import READ_ERRORS, WRITE_ERRORS, ApiOperation
 from yardstick_llm.gateway.api.reader import Reader, put_json
 from yardstick_llm.gateway.api.scoring import fitted_of
 from yardstick_llm.gateway.errors import (
@@ -32,6 +32,7 @@ from yardstick_llm.gateway.errors import (
     StoreFull,
     StoreUnavailable,
 )
+from yardstick_llm.gateway.http.body import Body
 from yardstick_llm.gateway.http.context import AnyRequest, RequestContext
 from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.pool.pool import Pool

@@ -13,7 +13,6 @@ from litestar.params import JSONBody
 
 from yardstick_llm.gateway.api.access import caller_of, priority_of, requested_model
 from yardstick_llm.gateway.api.generation import Answer, Generator, system_fingerprint
-from yardstick_llm.gateway.api.openapi import Body
 from yardstick_llm.gateway.api.reader import Reader, post_json
 from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.generation.generation import TOKEN_IDS, PromptOutput, prompt_ids
@@ -27,6 +26,7 @@ from yardstick_llm.gateway.generation.length import (
 )
 from yardstick_llm.gateway.generation.plan import check, plan
 from yardstick_llm.gateway.generation.sequence import Piece, Token
+from yardstick_llm.gateway.http.body import Body
 from yardstick_llm.gateway.http.context import AnyRequest
 from yardstick_llm.gateway.output.parser import Call, CallArguments, CallBegin, Content, Part, Reasoning, joined
 from yardstick_llm.gateway.pool.pool import Pool

@@ -12,13 +12,13 @@ from litestar.params import JSONBody
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.api.access import caller_of, priority_of, requested_model
 from yardstick_llm.gateway.api.generation import Answer, Generator, system_fingerprint
-from yardstick_llm.gateway.api.openapi import Body
 from yardstick_llm.gateway.api.reader import Reader, post_json
 from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.generation.generation import TOKEN_IDS, Generation, PromptOutput, prompt_ids
 from yardstick_llm.gateway.generation.length import gamma_of_values, guidance_of, refuse_sections, remaining_tokens
 from yardstick_llm.gateway.generation.plan import check, plan
 from yardstick_llm.gateway.generation.sequence import Piece, Token
+from yardstick_llm.gateway.http.body import Body
 from yardstick_llm.gateway.http.context import AnyRequest
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.pool.replica import ServedModel

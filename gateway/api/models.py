@@ -12,9 +12,10 @@ from litestar.params import FromPath, FromQuery, JSONBody
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.api.access import Quotas, requested_model, visible_models
 from yardstick_llm.gateway.api.answers import encoded
-from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation, Body
+from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation
 from yardstick_llm.gateway.api.reader import Reader, post_json
 from yardstick_llm.gateway.errors import ModelNotFound
+from yardstick_llm.gateway.http.body import Body
 from yardstick_llm.gateway.http.context import AnyRequest, RequestContext
 from yardstick_llm.gateway.pool.adapters import AdapterModel
 from yardstick_llm.gateway.pool.pool import Pool

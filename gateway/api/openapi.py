@@ -7,7 +7,7 @@ import inspect
 import textwrap
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, get_args
 
 import msgspec
 from litestar import Response, get
@@ -25,6 +25,7 @@ from litestar.typing import FieldDefinition
 from swagger_ui_bundle import swagger_ui_path  # type: ignore[import-untyped]
 
 from yardstick_llm.gateway.errors import ErrorBody, NotFound
+from yardstick_llm.gateway.http.body import Body
 from yardstick_llm.gateway.http.context import AnyRequest
 from yardstick_llm.gateway.schemas.chat import ChatChunk, ChatCompletion
 from yardstick_llm.gateway.schemas.responses import Event, ResponseBody
@@ -219,16 +220,6 @@ def asset_route() -> HTTPRouteHandler:
         return Response((swagger_ui_path / name).read_bytes(), media_type=_MEDIA_TYPES[name], headers=headers)
 
     return asset
-
-
-B = TypeVar("B", bound=msgspec.Struct)
-
-
-class Body(Generic[B]):
-    """The bytes of a request body that should hold a ``B`` as JSON, which ``gateway/api/reader.py`` decodes."""
-
-    def __init__(self, content: bytes) -> None:
-        self.content = content
 
 
 class DocumentedStructs(OpenAPISchemaPlugin):

@@ -23,9 +23,9 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 
 from yardstick_llm.gateway.api.access import Quotas
 from yardstick_llm.gateway.api.answers import while_connected
-from yardstick_llm.gateway.api.openapi import ERRORS, WRITE_ERRORS, ApiOperation, Body, operation_with
+from yardstick_llm.gateway.api.openapi import ERRORS, WRITE_ERRORS, ApiOperation, operation_with
 from yardstick_llm.gateway.errors import ContextExceeded, GatewayError, InternalError, InvalidRequest, NotReady
-from yardstick_llm.gateway.http.body import HttpMiddleware
+from yardstick_llm.gateway.http.body import Body, HttpMiddleware
 from yardstick_llm.gateway.http.context import AnyRequest, RequestContext
 from yardstick_llm.gateway.images.decode import InvalidImage
 from yardstick_llm.gateway.images.fetch import ImageFetcher, ImageRoom

@@ -12,10 +12,10 @@ from litestar.params import JSONBody
 from yardstick_llm.gateway.api.access import requested_model
 from yardstick_llm.gateway.api.answers import listed, sse, with_rows
 from yardstick_llm.gateway.api.catalogue_scores import Scanner, by_labels, preset_of, rerank_catalogue
-from yardstick_llm.gateway.api.openapi import Body
 from yardstick_llm.gateway.api.reader import Reader, post_json
 from yardstick_llm.gateway.api.scoring import Scoring, ScoringJob, fitted_of, headers_of, shared_fields, usage_of
 from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.http.body import Body
 from yardstick_llm.gateway.http.context import AnyRequest
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.presets.preset import Fitted

@@ -23,7 +23,7 @@ from yardstick_llm.gateway.api.access import caller_of, priority_of, requested_m
 from yardstick_llm.gateway.api.answers import EventStream, while_connected
 from yardstick_llm.gateway.api.chat import ChatAnswer, with_budget
 from yardstick_llm.gateway.api.generation import Generator, show_forecast, small, system_fingerprint, usage_of
-from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation, Body
+from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation
 from yardstick_llm.gateway.api.reader import Reader, post_json
 from yardstick_llm.gateway.api.response_output import Output
 from yardstick_llm.gateway.errors import GatewayError, InvalidRequest, ResponseNotFound, StoreUnavailable
@@ -31,6 +31,7 @@ from yardstick_llm.gateway.generation.generation import Generation
 from yardstick_llm.gateway.generation.length import gamma_of_values, guidance_of, with_section
 from yardstick_llm.gateway.generation.plan import check, plan
 from yardstick_llm.gateway.generation.sequence import Piece
+from yardstick_llm.gateway.http.body import Body
 from yardstick_llm.gateway.http.context import AnyRequest, CachePolicy, RequestContext
 from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.output.parser import Content, Part

@@ -11,7 +11,6 @@ from litestar.params import JSONBody
 from yardstick_llm.gateway.api.access import requested_model
 from yardstick_llm.gateway.api.answers import event_with_rows, with_rows
 from yardstick_llm.gateway.api.catalogue_scores import Scanner, score_catalogue
-from yardstick_llm.gateway.api.openapi import Body
 from yardstick_llm.gateway.api.reader import Reader, post_json
 from yardstick_llm.gateway.api.scoring import (
     ScoreAnswer,
@@ -23,6 +22,7 @@ from yardstick_llm.gateway.api.scoring import (
     headers_of,
     shared_fields,
 )
+from yardstick_llm.gateway.http.body import Body
 from yardstick_llm.gateway.http.context import AnyRequest
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.requests.score import ScoreRequest

@@ -17,7 +17,7 @@ from litestar.params import FromQuery, JSONBody
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.api.access import requested_model
 from yardstick_llm.gateway.api.answers import listed
-from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation, Body
+from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation
 from yardstick_llm.gateway.api.reader import Reader, post_json
 from yardstick_llm.gateway.api.rerank import ranked, tei_ranks
 from yardstick_llm.gateway.api.scoring import MAX_NUMBERS, Scoring, ScoringJob, fitted_of, headers_of
@@ -30,6 +30,7 @@ from yardstick_llm.gateway.api.texts import (
     require,
 )
 from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.http.body import Body
 from yardstick_llm.gateway.http.context import AnyRequest
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.pool.replica import ServedModel, paths_of

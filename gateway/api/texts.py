@@ -17,11 +17,11 @@ from litestar.params import JSONBody
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.api.access import requested_model
 from yardstick_llm.gateway.api.answers import listed, with_lists, with_rows
-from yardstick_llm.gateway.api.openapi import Body
 from yardstick_llm.gateway.api.reader import Reader, post_json
 from yardstick_llm.gateway.api.scoring import MAX_NUMBERS, Scoring, ScoringJob, fitted_of, headers_of, usage_of
 from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.generation.length import intervals, require_lenvm, value_and_remaining
+from yardstick_llm.gateway.http.body import Body
 from yardstick_llm.gateway.http.context import AnyRequest
 from yardstick_llm.gateway.pool.fanout import usual_row
 from yardstick_llm.gateway.pool.pool import Pool

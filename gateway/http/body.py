@@ -6,8 +6,9 @@ from __future__ import annotations
 import io
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
+import msgspec
 from litestar.enums import ScopeType
 from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, Receive, Scope, Send
@@ -19,6 +20,15 @@ from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.ops.tracing import stage
 from yardstick_llm.gateway.process.bounds import FairRoom
 from yardstick_llm.gateway.settings import Settings
+
+B = TypeVar("B", bound=msgspec.Struct)
+
+
+class Body(Generic[B]):
+    """The bytes of a request body that should hold a ``B`` as JSON, which ``gateway/api/reader.py`` decodes."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
 
 
 class HttpMiddleware(ASGIMiddleware):

@@ -198,8 +198,8 @@ def sampling() -> dict[str, Launch]:
 
 
 def products() -> dict[str, Launch]:
-    """The fused ones load through tensor descriptors. Those of codes, or to codes, with norm and rope spill some registers once a
-    tile."""
+    """The fused ones load through tensor descriptors. With norm and rope, those that read or write codes spill some registers
+    once a tile."""
     from yardstick_llm.kernels.block_scaled import block_scaled_linear_triton
     from yardstick_llm.kernels.counted_linear import counted_linear_triton
     from yardstick_llm.kernels.grouped_experts import grouped_linear_triton, grouped_scaled_linear_triton
